@@ -1,0 +1,1 @@
+"""GPU suites: real engines and trainers, gated by what the host has."""

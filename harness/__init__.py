@@ -1,0 +1,65 @@
+"""rollproof: proves that the rollouts of an LLM reinforcement-learning stack are what its trainer thinks they are.
+
+The package root stays light on purpose (it is imported by every pytest session that has rollproof installed): public
+names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollproof.case import Action as Action
+    from rollproof.case import ActionKind as ActionKind
+    from rollproof.case import Case as Case
+    from rollproof.case import Trigger as Trigger
+    from rollproof.checks import Check as Check
+    from rollproof.checks import CheckResult as CheckResult
+    from rollproof.checks import Collector as Collector
+    from rollproof.checks import Finding as Finding
+    from rollproof.checks import Verdict as Verdict
+    from rollproof.checks import request_check as request_check
+    from rollproof.checks import trace_check as trace_check
+    from rollproof.contract import Contract as Contract
+    from rollproof.errors import RollproofError as RollproofError
+    from rollproof.errors import UsageError as UsageError
+    from rollproof.judge import judge as judge
+    from rollproof.records import EngineOutput as EngineOutput
+    from rollproof.records import FinishReason as FinishReason
+    from rollproof.records import Request as Request
+    from rollproof.records import Rollout as Rollout
+    from rollproof.records import Span as Span
+    from rollproof.report import Report as Report
+    from rollproof.subjects import BatchSubject as BatchSubject
+    from rollproof.subjects import EngineSubject as EngineSubject
+    from rollproof.subjects import ReplaySubject as ReplaySubject
+    from rollproof.subjects import RolloutSubject as RolloutSubject
+    from rollproof.trace import Trace as Trace
+
+_HOMES = {
+    "case": ("Action", "ActionKind", "Case", "Trigger"),
+    "checks": ("Check", "CheckResult", "Collector", "Finding", "Verdict", "request_check", "trace_check"),
+    "contract": ("Contract",),
+    "errors": ("RollproofError", "UsageError"),
+    "judge": ("judge",),
+    "records": ("EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
+    "report": ("Report",),
+    "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
+    "trace": ("Trace",),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'rollproof' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"rollproof.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,189 @@
+"""Case: one schedule that a fleet of fake engines runs against a subject; JSON in, JSON out.
+
+Actions are triggered by token counts rather than by time ("when request r0 has sampled 3 tokens"), so that a case means
+the same for a stack that sleeps between attempts and for one that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+from rollproof.errors import CaseError
+from rollproof.records import Request
+from rollproof.trace import PauseMode
+
+__all__ = ["Action", "ActionKind", "Case", "EngineOptions", "Model", "Trigger"]
+
+
+class ActionKind(StrEnum):
+    """What an action does when it fires."""
+
+    ABORT = "abort"
+    """Abort the triggering request's call on its server, as an operator or a rate limiter would."""
+    SYNC = "sync"
+    """A weight update, driven by the subject: ``update_weights(next version)``."""
+    SYNC_UNLABELLED = "sync-unlabelled"
+    """A weight update without a label: ``update_weights(None)``."""
+    SYNC_IDENTITY = "sync-identity"
+    """A weight update to equal weights, under a new label."""
+    SYNC_FAILS = "sync-fails"
+    """A weight update whose transfer raises in the middle; then, 20 steps later, one that works."""
+    SYNC_TWICE = "sync-twice"
+    """Two weight updates started at once."""
+    SKEW = "skew"
+    """New weights reach ``server`` only; the others follow at the next sync."""
+    RELABEL = "relabel"
+    """Only a new label is published; the weights stay."""
+    KILL = "kill"
+    """``server`` dies with everything it runs; callers see an error. It revives after ``steps``."""
+    LOSE_REPLY = "lose-reply"
+    """The reply of the triggering call never reaches its caller; the connection errors after ``steps``."""
+    DUPLICATE_REPLY = "duplicate-reply"
+    """The reply of the triggering call is delivered twice (the second to whoever listens)."""
+    LATE_REPLY = "late-reply"
+    """The reply of the triggering call arrives ``steps`` later."""
+    REJECT = "reject"
+    """The server answers the next call of the triggering request with an abort of zero tokens."""
+    EVICT = "evict"
+    """The triggering request is preempted: its KV is freed, and prefilled anew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trigger:
+    """When an action fires: once ``request`` has sampled ``tokens`` tokens over all its calls.
+
+    0 means at its next admission, before that call's first token. ``queued=True`` fires while the call waits in the
+    queue, before admission. ``race=True`` fires after the token was sampled but before the engine looked whether the
+    call is finished: on the last token, the action wins over the natural end.
+    """
+
+    request: str
+    tokens: int
+    queued: bool = False
+    race: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """Something that happens to the fleet when its trigger fires."""
+
+    when: Trigger
+    do: ActionKind
+    server: str | None = None
+    steps: int = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """Size of the model that the coded policy stands for; the source of the contract's route fields."""
+
+    num_layers: int = 3
+    moe_layers: tuple[int, ...] = (0, 1, 2)
+    num_experts: int = 8
+    top_k: int = 2
+    vocab: int = 512
+    eos_every: int | None = None
+    """On average one token in this many is the end-of-sequence token; ``None``: never."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """Options of every fake engine of the fleet. Times are in virtual seconds; one engine step takes ``step``."""
+
+    max_batch: int = 8
+    step: float = 1.0
+    prefill_chunk: int | None = None
+    prefix_cache: bool = False
+    kv_tokens: int | None = None
+    """KV capacity in tokens: above it, the youngest call is preempted. ``None``: unbounded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Requests, actions, engine options and a seed: everything that determines a run, byte for byte.
+
+    ``arrivals`` are virtual seconds, one per request. ``pause_mode`` and ``clear_cache`` are what the default weight
+    sync uses; ``partial`` says whether partial rollout is on. Raises ``CaseError`` on contradictions.
+    """
+
+    flavour: str
+    requests: tuple[Request, ...]
+    arrivals: tuple[float, ...] = ()
+    actions: tuple[Action, ...] = ()
+    servers: int = 1
+    seed: int = 0
+    pause_mode: PauseMode = PauseMode.ABORT
+    clear_cache: bool = True
+    partial: bool = True
+    first_version: int = 0
+    model: Model = field(default_factory=Model)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    deadline: float = 10_000.0
+    """Virtual seconds after which a rollout that has not ended is reported as hung."""
+
+    def __post_init__(self) -> None:
+        names = [request.request_id for request in self.requests]
+        if not names or len(set(names)) != len(names):
+            raise CaseError(f"A case needs requests with distinct ids, not {names}.")
+        if len({(request.prompt_ids, request.group) for request in self.requests if request.group is None}) < sum(
+            r.group is None for r in self.requests
+        ):
+            raise CaseError("Two requests of a case share a prompt: give them the same group, or different prompts.")
+        if self.arrivals and len(self.arrivals) != len(names):
+            raise CaseError(f"{len(names)} requests need {len(names)} arrivals, not {len(self.arrivals)}.")
+        if self.servers < 1:
+            raise CaseError(f"servers={self.servers} must be at least 1.")
+        stray = sorted({action.when.request for action in self.actions} - set(names))
+        if stray:
+            raise CaseError(f"Actions are triggered by requests {stray} that the case does not have.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; ``from_dict`` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read what ``to_dict`` wrote. Raises ``CaseError`` on unknown, missing or ill-typed fields."""
+        try:
+            values = dict(data)
+            for name in ("requests", "actions"):
+                values[name] = tuple(_read(_PARTS[name], item) for item in values.get(name, ()))
+            for name in ("model", "engine"):
+                if name in values:
+                    values[name] = _read(_PARTS[name], values[name])
+            if "arrivals" in values:
+                values["arrivals"] = tuple(float(time) for time in values["arrivals"])
+            if "pause_mode" in values:
+                values["pause_mode"] = PauseMode(values["pause_mode"])
+            return cls(**values)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            if isinstance(error, CaseError):
+                raise
+            raise CaseError(f"This is not a case: {error}.") from error
+
+
+_PARTS: Mapping[str, type[Any]] = {"requests": Request, "actions": Action, "model": Model, "engine": EngineOptions}
+
+
+def _read(kind: type[Any], data: Mapping[str, Any]) -> Any:
+    """Build a flat record from its JSON form; lists become tuples, nested records are read by name."""
+    assert is_dataclass(kind)
+    known = {item.name for item in fields(kind)}
+    stray = sorted(set(data) - known)
+    if stray:
+        raise CaseError(f"{kind.__name__} has no fields {stray}; it has {sorted(known)}.")
+    missing = [item.name for item in fields(kind) if item.name not in data and item.default is MISSING and item.default_factory is MISSING]
+    if missing:
+        raise CaseError(f"{kind.__name__} lacks {missing}.")
+    values: dict[str, Any] = {name: _tuples(value) for name, value in data.items()}
+    if kind is Action:
+        values["when"] = _read(Trigger, data["when"])
+        values["do"] = ActionKind(data["do"])
+    return kind(**values)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

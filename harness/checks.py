@@ -1,0 +1,273 @@
+"""Checks, verdicts and findings: the one registry behind every door.
+
+A check is a pure function of a trace. It never prints and never raises for a finding: it tells a ``Collector`` what it
+compared (``exercised``) and what was wrong (``finding``). There are two shapes: a *request check* is called once per
+ended request, with a ``RequestView``; a *trace check* is a class that is fed every event in order.
+
+Three verdicts. A check whose trigger never fired, whose data is absent, or which itself crashed is ``unknown`` with a
+reason and never counts as passed; what a contract rules out is ``not applicable``, listed apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from rollproof.contract import Contract
+from rollproof.errors import UsageError
+from rollproof.records import Scalar
+
+if TYPE_CHECKING:
+    from rollproof.judge import JudgeContext
+    from rollproof.trace import Event
+    from rollproof.view import RequestView
+
+__all__ = [
+    "Applies",
+    "Check",
+    "CheckResult",
+    "Collector",
+    "Finding",
+    "Registry",
+    "TraceCheck",
+    "Verdict",
+    "default_registry",
+    "request_check",
+    "trace_check",
+]
+
+
+class Verdict(StrEnum):
+    """Outcome of one check over one or many traces."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    UNKNOWN = "unknown"
+    NOT_APPLICABLE = "not applicable"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One fault: what was expected, what was observed, where, what it usually means.
+
+    ``where`` names the place with keys among ``request``, ``call``, ``segment``, ``position``, ``layer``, ``version``,
+    ``server``, ``index``. ``witness`` is the path of the counterexample that shows it, filled in by the door.
+    """
+
+    check_id: str
+    title: str
+    expected: str
+    observed: str
+    where: Mapping[str, Scalar] = field(default_factory=dict)
+    hint: str = ""
+    witness: str | None = None
+
+
+Applies: TypeAlias = "Callable[[Contract], str | None]"
+"""Returns why a contract rules the check out, or ``None`` where it applies."""
+
+
+class TraceCheck(Protocol):
+    """A check over the whole trace: made anew per trace, fed every event, then finished. Keep memory independent of length."""
+
+    def event(self, event: Event, out: Collector) -> None:
+        """Take one event."""
+
+    def finish(self, out: Collector) -> None:
+        """The trace has ended."""
+
+
+RequestJudge: TypeAlias = "Callable[[RequestView, Collector], None]"
+TraceJudge: TypeAlias = "Callable[[JudgeContext], TraceCheck]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One promise about rollouts, and the code that judges it.
+
+    ``id`` is ``family.name``. ``promise`` is one sentence, ``needs`` the data that the trace must hold, ``exercised_by``
+    the names of the counters that the check may count: it is exercised when one of them is above zero. Exactly one
+    of ``request`` and ``trace`` is set. ``since`` is the release that introduced it.
+    """
+
+    id: str
+    promise: str
+    needs: str
+    exercised_by: tuple[str, ...]
+    since: str = "0.1"
+    applies: Applies | None = None
+    request: RequestJudge | None = None
+    trace: TraceJudge | None = None
+
+    @property
+    def family(self) -> str:
+        """The part of the id before the dot."""
+        return self.id.partition(".")[0]
+
+    def inapplicable(self, contract: Contract) -> str | None:
+        """Why ``contract`` rules this check out; ``None`` where it applies."""
+        return self.applies(contract) if self.applies else None
+
+
+def request_check(
+    id: str, *, promise: str, needs: str, exercised_by: str | tuple[str, ...], applies: Applies | None = None, since: str = "0.1"
+) -> Callable[[RequestJudge], Check]:
+    """Make a ``Check`` of a function ``(view, out)`` that is called once per ended request."""
+
+    def make(judge: RequestJudge) -> Check:
+        return Check(id=id, promise=promise, needs=needs, exercised_by=_names(exercised_by), applies=applies, since=since, request=judge)
+
+    return make
+
+
+def trace_check(
+    id: str, *, promise: str, needs: str, exercised_by: str | tuple[str, ...], applies: Applies | None = None, since: str = "0.1"
+) -> Callable[[TraceJudge], Check]:
+    """Make a ``Check`` of a ``TraceCheck`` class whose constructor takes the ``JudgeContext``."""
+
+    def make(judge: TraceJudge) -> Check:
+        return Check(id=id, promise=promise, needs=needs, exercised_by=_names(exercised_by), applies=applies, since=since, trace=judge)
+
+    return make
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+class Collector:
+    """Takes what one check says. Keeps the first ``keep`` findings in full and counts the others."""
+
+    def __init__(self, check: Check, keep: int = 8) -> None:
+        self.check = check
+        self.counters: Counter[str] = Counter()
+        self.findings: list[Finding] = []
+        self.found = 0
+        self.reasons: Counter[str] = Counter()
+        self.crash: str | None = None
+        self._keep = keep
+
+    def exercised(self, counter: str, times: int = 1) -> None:
+        """Say that the promise was put to the test ``times`` times. Raises ``UsageError`` for an undeclared counter."""
+        if counter not in self.check.exercised_by:
+            raise UsageError(f"{self.check.id} counts {counter!r}, but declares only {list(self.check.exercised_by)} in exercised_by.")
+        if times:
+            self.counters[counter] += times
+
+    def finding(self, title: str, *, expected: str, observed: str, where: Mapping[str, Scalar] | None = None, hint: str = "") -> None:
+        """Report a fault. A finding also counts as exercise: a check that fails has been put to the test."""
+        self.found += 1
+        if len(self.findings) < self._keep:
+            self.findings.append(
+                Finding(check_id=self.check.id, title=title, expected=expected, observed=observed, where=dict(where or {}), hint=hint)
+            )
+
+    def absent(self, reason: str) -> None:
+        """Say that data the check needs is not in the trace; becomes the reason of an ``unknown`` verdict."""
+        self.reasons[reason] += 1
+
+    def crashed(self, reason: str) -> None:
+        """The check itself raised: its verdict cannot be ``pass``."""
+        self.crash = self.crash or reason
+
+    def merge(self, other: Collector) -> None:
+        """Add what another collector of the same check took."""
+        self.counters.update(other.counters)
+        self.findings.extend(other.findings[: max(0, self._keep - len(self.findings))])
+        self.found += other.found
+        self.reasons.update(other.reasons)
+        self.crash = self.crash or other.crash
+
+    def result(self) -> CheckResult:
+        """The verdict on everything taken so far."""
+        if self.found:
+            verdict, reason = Verdict.FAIL, f"{self.found} finding{'s' if self.found > 1 else ''}"
+        elif self.crash:
+            verdict, reason = Verdict.UNKNOWN, f"the check itself crashed: {self.crash}"
+        elif sum(self.counters.values()) == 0:
+            why = self.reasons.most_common(1)
+            verdict, reason = Verdict.UNKNOWN, why[0][0] if why else f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
+        else:
+            verdict, reason = Verdict.PASS, ""
+        return CheckResult(
+            check=self.check, verdict=verdict, reason=reason, exercised=dict(self.counters), findings=tuple(self.findings), found=self.found
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckResult:
+    """Verdict of one check, with its reason, what it was exercised by, and the findings (``found`` counts all of them)."""
+
+    check: Check
+    verdict: Verdict
+    reason: str
+    exercised: Mapping[str, int] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+    found: int = 0
+
+    @property
+    def id(self) -> str:
+        """The id of the check."""
+        return self.check.id
+
+
+class Registry:
+    """An ordered, immutable collection of checks with unique ids."""
+
+    def __init__(self, checks: Iterable[Check]) -> None:
+        self._checks = {}
+        for check in checks:
+            if check.id in self._checks:
+                raise UsageError(f"Two checks have the id {check.id!r}.")
+            if (check.request is None) == (check.trace is None):
+                raise UsageError(f"{check.id} must have exactly one of a request judge and a trace judge.")
+            self._checks[check.id] = check
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(self._checks.values())
+
+    def __len__(self) -> int:
+        return len(self._checks)
+
+    def __getitem__(self, check_id: str) -> Check:
+        try:
+            return self._checks[check_id]
+        except KeyError:
+            raise UsageError(self._unknown(check_id)) from None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All ids, in order."""
+        return tuple(self._checks)
+
+    def select(self, only: Iterable[str]) -> Registry:
+        """The checks whose id or family is named. Raises ``UsageError`` for a name that matches nothing."""
+        chosen = []
+        for name in only:
+            hits = [check for check in self if name in (check.id, check.family)]
+            if not hits:
+                raise UsageError(self._unknown(name))
+            chosen += hits
+        return Registry(dict.fromkeys(chosen))
+
+    def extended(self, checks: Iterable[Check]) -> Registry:
+        """This registry with more checks behind it."""
+        return Registry([*self, *checks])
+
+    def _unknown(self, name: str) -> str:
+        import difflib
+
+        families = sorted({check.family for check in self})
+        near = difflib.get_close_matches(name, [*self.ids, *families], n=3, cutoff=0.5)
+        guess = f" Did you mean {' or '.join(near)}?" if near else ""
+        return f"No check or family is named {name!r}.{guess} `rollproof checks` lists all; families are {families}."
+
+
+def default_registry() -> Registry:
+    """The checks that rollproof ships (``rollproof.invariants``)."""
+    from rollproof.invariants import CHECKS
+
+    return Registry(CHECKS)

@@ -1,0 +1,51 @@
+"""Errors of rollproof: one class per kind of misuse, each below the builtin that a caller would catch."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaseError",
+    "ContractError",
+    "ExpectationError",
+    "RollproofError",
+    "StackError",
+    "SubjectError",
+    "TraceError",
+    "TraceVersionError",
+    "UsageError",
+]
+
+
+class RollproofError(Exception):
+    """Base of every error that rollproof raises on purpose; its text names the next step."""
+
+
+class UsageError(RollproofError, ValueError):
+    """A door was called with an argument, option, id or profile that does not exist; the text lists the valid ones."""
+
+
+class ContractError(RollproofError, ValueError):
+    """A contract is incomplete or contradicts itself."""
+
+
+class CaseError(RollproofError, ValueError):
+    """A case (requests, actions, engine options) cannot be run as written."""
+
+
+class SubjectError(RollproofError, TypeError):
+    """A subject does not implement its protocol: a method is missing, or returned something of the wrong type or shape."""
+
+
+class StackError(RollproofError, ImportError):
+    """A framework's released package is absent, or of a version that the adapter does not know."""
+
+
+class ExpectationError(RollproofError, ValueError):
+    """A file of expected failures is malformed, names an unknown check, or lists one that passes."""
+
+
+class TraceError(RollproofError, ValueError):
+    """A trace or counterexample cannot be read: truncated, corrupted, foreign, or beyond the size limits."""
+
+
+class TraceVersionError(TraceError):
+    """A trace was written by a newer rollproof, in a schema that this one does not know."""

@@ -1,0 +1,196 @@
+"""Judge: runs checks over the events of a trace, streaming.
+
+Memory holds the requests that are open, a bounded number of ended ones, and what trace checks keep; it does not grow
+with the trace.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rollproof.checks import Check, CheckResult, Collector, Registry, TraceCheck, Verdict, default_registry
+from rollproof.contract import Contract
+from rollproof.oracle import Oracle
+from rollproof.trace import Admit, Call, Event, Fault, Header, Observation, Reply, Result, Submit, Trace, Weights
+from rollproof.view import Attempt, History, RequestView
+
+__all__ = ["Judge", "JudgeContext", "Judgement", "Tally", "judge", "judge_events", "oracle_of"]
+
+_NEIGHBOURS = 16
+
+
+@dataclass(slots=True)
+class JudgeContext:
+    """What every check of a trace shares."""
+
+    header: Header
+    contract: Contract
+    oracle: Oracle | None
+    history: History = field(default_factory=History)
+    open: dict[str, RequestView] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """Results of all checks, in the order of the registry."""
+
+    results: tuple[CheckResult, ...]
+
+    def __getitem__(self, check_id: str) -> CheckResult:
+        for result in self.results:
+            if result.id == check_id:
+                return result
+        raise KeyError(check_id)
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Ids of the checks that found something."""
+        return tuple(result.id for result in self.results if result.verdict is Verdict.FAIL)
+
+
+class Tally:
+    """Adds up the judgements of many traces, which may be run under different contracts."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self._taken: dict[str, Collector] = {}
+        self._ruled_out: dict[str, str] = {}
+        self.traces = 0
+
+    def collector(self, check: Check) -> Collector:
+        """The running total of one check."""
+        if check.id not in self._taken:
+            self._taken[check.id] = Collector(check)
+        return self._taken[check.id]
+
+    def rule_out(self, check: Check, reason: str) -> None:
+        """Note that a contract ruled the check out of one trace."""
+        self._ruled_out[check.id] = reason
+
+    def judgement(self) -> Judgement:
+        """The verdicts over everything added. A check that applied to no trace is not applicable."""
+        results = []
+        for check in self.registry:
+            if check.id in self._taken:
+                results.append(self._taken[check.id].result())
+            else:
+                reason = self._ruled_out.get(check.id, "no trace was judged")
+                verdict = Verdict.NOT_APPLICABLE if check.id in self._ruled_out else Verdict.UNKNOWN
+                results.append(CheckResult(check=check, verdict=verdict, reason=reason))
+        return Judgement(results=tuple(results))
+
+
+class Judge:
+    """Takes the events of one trace in order; ``finish`` adds what was found to the tally."""
+
+    def __init__(self, header: Header, tally: Tally, oracle: Oracle | None = None) -> None:
+        self.context = JudgeContext(header=header, contract=header.contract, oracle=oracle if oracle is not None else oracle_of(header))
+        self._tally = tally
+        self._calls: dict[int, tuple[RequestView, Attempt]] = {}
+        self._ended: deque[RequestView] = deque(maxlen=_NEIGHBOURS)
+        self._requests: list[tuple[Check, Collector]] = []
+        self._folds: list[tuple[TraceCheck, Collector]] = []
+        for check in tally.registry:
+            reason = check.inapplicable(header.contract)
+            if reason is not None:
+                tally.rule_out(check, reason)
+                continue
+            collector = tally.collector(check)
+            if check.request is not None:
+                self._requests.append((check, collector))
+            elif check.trace is not None:
+                self._folds.append((check.trace(self.context), collector))
+
+    def feed(self, event: Event) -> None:
+        """Take one event."""
+        for fold, collector in self._folds:
+            if collector.crash is None:
+                try:
+                    fold.event(event, collector)
+                except Exception as error:  # a crashing check is unknown, never a pass and never the end of the run
+                    collector.crashed(f"{type(error).__name__}: {error}")
+        self._assemble(event)
+
+    def finish(self) -> None:
+        """The trace has ended: judge the requests that ended, and let the trace checks conclude."""
+        for view in list(self.context.open.values()):
+            self._close(view)
+        for fold, collector in self._folds:
+            if collector.crash is None:
+                try:
+                    fold.finish(collector)
+                except Exception as error:  # as above
+                    collector.crashed(f"{type(error).__name__}: {error}")
+        self._tally.traces += 1
+
+    def _assemble(self, event: Event) -> None:
+        context = self.context
+        if isinstance(event, Reply):
+            if event.call_id in self._calls:
+                self._calls[event.call_id][1].replies.append(event)
+        elif isinstance(event, Call):
+            view = context.open.get(event.request_id)
+            if view is not None:
+                attempt = Attempt(number=len(view.attempts), call=event)
+                view.attempts.append(attempt)
+                self._calls[event.call_id] = (view, attempt)
+        elif isinstance(event, Admit):
+            if event.call_id in self._calls:
+                self._calls[event.call_id][1].admit = event
+        elif isinstance(event, Submit):
+            context.open[event.request.request_id] = RequestView(
+                event, context.contract, context.history, context.oracle, context.header.engine
+            )
+        elif isinstance(event, Weights):
+            context.history.updates.append(event)
+        elif isinstance(event, Observation):
+            if event.request_id in context.open:
+                context.open[event.request_id].observations.append(event)
+        elif isinstance(event, Fault):
+            if event.call_id in self._calls:
+                self._calls[event.call_id][1].faults.append(event)
+        elif isinstance(event, Result):
+            view = context.open.get(event.request_id)
+            if view is not None:
+                view.results.append(event)
+                self._close(view)
+
+    def _close(self, view: RequestView) -> None:
+        view.neighbours = [*self._ended, *(other for other in list(self.context.open.values())[:_NEIGHBOURS] if other is not view)]
+        for check, collector in self._requests:
+            assert check.request is not None
+            try:
+                check.request(view, collector)
+            except Exception as error:  # as above
+                collector.crashed(f"{type(error).__name__}: {error}")
+        self.context.open.pop(view.request.request_id, None)
+        for attempt in view.attempts:
+            self._calls.pop(attempt.call.call_id, None)
+        view.neighbours = ()
+        self._ended.append(view)
+
+
+def judge(trace: Trace, registry: Registry | None = None, oracle: Oracle | None = None) -> Judgement:
+    """Judge one trace in memory. Rebuilds the oracle from the header where the trace is coded."""
+    tally = Tally(registry if registry is not None else default_registry())
+    judge_events(trace.header, trace.events, tally, oracle)
+    return tally.judgement()
+
+
+def judge_events(header: Header, events: Iterable[Event], tally: Tally, oracle: Oracle | None = None) -> None:
+    """Judge a stream of events under ``header`` and add the outcome to ``tally``."""
+    one = Judge(header, tally, oracle)
+    for event in events:
+        one.feed(event)
+    one.finish()
+
+
+def oracle_of(header: Header) -> Oracle | None:
+    """The coded policy that a header describes; ``None`` where the trace is not coded."""
+    if header.coding is None:
+        return None
+    from rollproof.fakes.coded import CodedPolicy
+
+    return CodedPolicy.from_dict(header.coding)

@@ -1,0 +1,130 @@
+"""Views: one request of a trace, put together for a check to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from rollproof.contract import Contract, Provenance
+from rollproof.oracle import Oracle
+from rollproof.records import Request, Rollout, Scalar, Version
+from rollproof.stitching import Stitched, stitch
+from rollproof.trace import Admit, Call, Fault, Observation, Reply, Result, Submit, Weights
+
+__all__ = ["Attempt", "History", "RequestView"]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One engine call of a request. ``number`` counts the request's calls from 0."""
+
+    number: int
+    call: Call
+    admit: Admit | None = None
+    replies: list[Reply] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def consumed(self) -> Reply | None:
+        """The reply that the stack received first; ``None`` where none was delivered (outcome unknown to it)."""
+        for reply in self.replies:
+            if reply.delivered:
+                return reply
+        return None
+
+
+@dataclass(slots=True)
+class History:
+    """Weight updates so far, per server and in order, and what was published."""
+
+    updates: list[Weights] = field(default_factory=list)
+
+    @property
+    def labels(self) -> frozenset[Version]:
+        """Every label ever published."""
+        return frozenset(update.label for update in self.updates if update.label is not None)
+
+    def label_of(self, version: Version) -> Version:
+        """The label under which weights ``version`` were last published; ``None`` where they never were."""
+        for update in reversed(self.updates):
+            if update.version == version and update.label is not None:
+                return update.label
+        return None
+
+    def unlabelled(self) -> frozenset[Version]:
+        """Versions that were loaded without a label of their own (an update with ``None``)."""
+        return frozenset(update.version for update in self.updates if update.loaded and update.label is None)
+
+
+class RequestView:
+    """One ended request: what was asked, which calls it made, what came back, what was handed over.
+
+    ``neighbours`` are a bounded number of other requests of the same run, to find out whose values a stray one is.
+    ``stitched`` is the reference stitch; ``oracle`` is there where the trace is coded. Views are read-only to checks.
+    """
+
+    def __init__(self, submit: Submit, contract: Contract, history: History, oracle: Oracle | None, engine: Contract | None = None) -> None:
+        self.submit = submit
+        self.contract = contract
+        self.engine = engine
+        self.history = history
+        self.oracle = oracle
+        self.attempts: list[Attempt] = []
+        self.observations: list[Observation] = []
+        self.results: list[Result] = []
+        self.neighbours: Sequence[RequestView] = ()
+
+    @property
+    def request(self) -> Request:
+        """What the caller asked for."""
+        return self.submit.request
+
+    @property
+    def result(self) -> Result | None:
+        """How the request ended first; ``None`` where it never did."""
+        return self.results[0] if self.results else None
+
+    @property
+    def rollout(self) -> Rollout | None:
+        """The sample that was handed over; ``None`` where there is none."""
+        return self.result.rollout if self.result else None
+
+    @cached_property
+    def stitched(self) -> Stitched:
+        """The rollout that the delivered replies make, under the contract's provenance."""
+        return self.stitched_as(self.contract.provenance or Provenance.AS_SAMPLED)
+
+    def stitched_as(self, provenance: Provenance) -> Stitched:
+        """As ``stitched``, under another provenance: to say which one a stack follows instead of the declared one."""
+        return stitch(self.request.prompt_ids, self.attempts, self.observations, provenance)
+
+    @property
+    def segments(self) -> list[Attempt]:
+        """The attempts whose replies were received, in order of delivery."""
+        got = [attempt for attempt in self.attempts if attempt.consumed is not None]
+        return sorted(got, key=lambda attempt: attempt.consumed.index if attempt.consumed else 0)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether more than one reply was received."""
+        return len(self.segments) > 1
+
+    @cached_property
+    def total_ids(self) -> tuple[int, ...]:
+        """Prompt and response of the delivered sample."""
+        rollout = self.rollout
+        return self.request.prompt_ids + (rollout.response_ids if rollout else ())
+
+    def where(self, **more: Scalar) -> Mapping[str, Scalar]:
+        """A finding's place: this request, and more."""
+        return {"request": self.request.request_id, **more}
+
+    def segment_of(self, position: int) -> int | None:
+        """Which received segment sampled the token at absolute ``position`` (counting from 0); ``None`` for prompt tokens."""
+        index = position - len(self.request.prompt_ids)
+        tokens = self.stitched.tokens
+        if not 0 <= index < len(tokens) or tokens[index].attempt < 0:
+            return None
+        order = [attempt.number for attempt in self.segments]
+        return order.index(tokens[index].attempt)

@@ -1,0 +1,1 @@
+"""Helpers shared by the suites; nothing here is shipped."""
