@@ -1,0 +1,179 @@
+"""Virtual clock: an asyncio event loop on which time passes only when nothing else can happen.
+
+Sleeping is free, one seed gives one trace byte for byte, and a hang is seen at once: when no callback is ready and no
+timer is set, nothing will ever happen again. Threads and sockets would bring real time back in, so they are refused
+with advice; work handed to an executor runs inline.
+
+Why our own: looptime 0.9 gives identical traces too, at a thirtieth of the speed (it spins idle rounds before each jump),
+and lets executors run on real threads; ``benchmarks/clock.py`` shows both side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from asyncio import base_events
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rollproof.errors import SubjectError
+
+__all__ = ["Stalled", "VirtualLoop", "describe_wait", "guarded", "run"]
+
+_T = TypeVar("_T")
+_SPIN_LIMIT = 200_000
+
+
+class Stalled(RuntimeError):
+    """Nothing can happen any more: no callback is ready and no timer is set, or callbacks spin without time passing."""
+
+
+class _Selector:
+    """Stands where a loop polls its sockets: instead of waiting, it lets the virtual time jump to the next timer."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Advance by ``timeout``; 0 means that callbacks are ready, ``None`` that nothing ever will be."""
+        self._loop.pass_time(timeout)
+        return []
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class VirtualLoop(base_events.BaseEventLoop):
+    """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._selector = _Selector(self)
+        self._now = 0.0
+        self._spins = 0
+        self._clock_resolution = 1e-9
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def pass_time(self, timeout: float | None) -> None:
+        """Jump ahead. Raises ``Stalled`` when nothing is left to wait for, or when time never passes."""
+        if timeout is None:
+            raise Stalled("nothing is scheduled any more")
+        if timeout <= 0:
+            self._spins += 1
+            if self._spins > _SPIN_LIMIT:
+                raise Stalled(f"{_SPIN_LIMIT} rounds of callbacks passed without any time passing (a busy loop)")
+            return
+        self._spins = 0
+        self._now += timeout
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Run ``func`` inline: a worker thread would make the order of events depend on real time."""
+        future: asyncio.Future[Any] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # what a worker would hand back through its future
+            future.set_exception(error)
+        return future
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
+        """As ``call_soon``. Raises ``SubjectError`` from another thread."""
+        if threading.get_ident() != self._thread_id and self._thread_id is not None:
+            raise SubjectError(_THREAD_ADVICE)
+        return self.call_soon(callback, *args, context=context)
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """There are no sockets, so there are no events."""
+
+    def _write_to_self(self) -> None:
+        """Nobody has to be woken up: this loop never blocks."""
+
+
+_THREAD_ADVICE = (
+    "The subject uses a thread. rollproof runs subjects on a virtual clock, where threads would bring real time back in and make "
+    "runs unrepeatable. Make the method async, hand the work to `loop.run_in_executor` (which runs inline here), or record a real "
+    "run with `rollproof.record(...)` and judge that."
+)
+_SOCKET_ADVICE = (
+    "The subject opened a socket ({what}). rollproof runs subjects on a virtual clock with in-process fakes, where nothing answers on "
+    "a socket in virtual time. Use the handles that `fleet` gives, or record a real run with `rollproof.record(...)` and judge that."
+)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """While inside, starting a Python thread or connecting a socket raises ``SubjectError`` with advice."""
+
+    def no_thread(self: threading.Thread, *args: Any, **kwargs: Any) -> None:
+        raise SubjectError(_THREAD_ADVICE)
+
+    def no_socket(name: str) -> Callable[..., None]:
+        def refuse(self: socket.socket, *args: Any, **kwargs: Any) -> None:
+            raise SubjectError(_SOCKET_ADVICE.format(what=f"socket.{name}"))
+
+        return refuse
+
+    start = threading.Thread.start
+    names = ("connect", "connect_ex", "bind")
+    threading.Thread.start = no_thread  # type: ignore[method-assign]
+    for name in names:
+        setattr(socket.socket, name, no_socket(name))
+    try:
+        yield
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+        for name in names:
+            delattr(socket.socket, name)  # the C method of the base class shows through again
+
+
+def run(main: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """Run ``main()`` on a fresh virtual loop and return its result; tasks that are left over are cancelled.
+
+    Raises ``Stalled`` where ``main`` itself can never end.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise SubjectError("rollproof brings its own event loop: call it from sync code, not from inside a running loop.")
+    loop = VirtualLoop()
+    try:
+        asyncio.set_event_loop(loop)
+        with guarded():
+            return loop.run_until_complete(main())
+    finally:
+        _cancel_all(loop)
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _cancel_all(loop: VirtualLoop) -> None:
+    left = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    for task in left:
+        task.cancel()
+    if left:
+        loop.set_exception_handler(lambda _loop, _context: None)
+        try:
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        except Stalled:
+            return  # a task that ignores its cancellation: the loop is closed over it
+
+
+def describe_wait(task: asyncio.Task[Any]) -> str:
+    """Where a task waits: the chain of functions down to the innermost await, e.g. ``generate (llm.py:120) > sleep``."""
+    names = []
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None) or getattr(awaited, "ag_frame", None)
+        if frame is None:
+            names.append(type(awaited).__name__)
+            break
+        code = frame.f_code
+        names.append(f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})")
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    return " > ".join(names[-5:]) or "nothing"

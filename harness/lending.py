@@ -1,0 +1,69 @@
+"""Lending: objects that a caller hands to a stack, watched for changes that the caller did not ask for."""
+
+from __future__ import annotations
+
+import copy
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import numpy as np
+
+__all__ = ["WATCH", "Watch", "lend"]
+
+_T = TypeVar("_T")
+
+
+class Watch:
+    """The objects lent out during one rollout, each with a copy of what it was."""
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[str, Any, Any]] = []
+
+    def lend(self, name: str, value: _T) -> _T:
+        """Watch ``value`` under ``name``; returns it."""
+        self._lent.append((name, value, copy.deepcopy(value)))
+        return value
+
+    def changed(self) -> tuple[str, ...]:
+        """The names of the objects that no longer equal their copies, with what changed in them."""
+        return tuple(f"{name}: {_difference(before, now)}" for name, now, before in self._lent if not same(before, now))
+
+
+WATCH: ContextVar[Watch | None] = ContextVar("rollproof_watch", default=None)
+
+
+def lend(name: str, value: _T) -> _T:
+    """Hand ``value`` to a stack as a caller would: the runner reports it if the stack changes it. Returns ``value``.
+
+    Outside a run it does nothing but return its argument.
+    """
+    watch = WATCH.get()
+    return value if watch is None else watch.lend(name, value)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Deep equality that knows arrays (equal dtype, shape and bytes; NaN equals NaN)."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return (
+            isinstance(a, np.ndarray)
+            and isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+        )
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def _difference(before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        gone = [f"{key!r} was removed" for key in before if key not in now]
+        new = [f"{key!r} was added ({now[key]!r})" for key in now if key not in before]
+        changed = [f"{key!r} went from {before[key]!r} to {now[key]!r}" for key in before if key in now and not same(before[key], now[key])]
+        return ", ".join(gone + new + changed)
+    if isinstance(before, list) and isinstance(now, list) and len(before) != len(now):
+        return f"went from {len(before)} to {len(now)} items"
+    return "its contents changed"
