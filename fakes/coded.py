@@ -1,0 +1,329 @@
+"""Coded policy: next token, logprob and experts as pure functions of weight version, token ids so far and layer.
+
+Every cell of a coded trace has an oracle, and tells from its value alone which request, position, layer and version
+produced it. So faults that keep every shape right (a row recomputed under new weights, rows swapped between two
+requests, an off-by-one) are seen and named.
+
+How it is coded. The ids up to position i have the 64-bit prefix hash ``H_i = sum_j mix(ids[j], j)`` (a sum, so that
+``np.cumsum`` computes a whole sequence). What version v does there is drawn from ``h = finish(H + key(v, what))``. The
+experts of layer l are line ``(h * m_l) >> 50`` of a table of 2**14 ordered draws of k distinct experts, ``m_l`` odd and
+random. Nothing else is looked up, so two rows share cells only by chance.
+
+How often two values coincide although they should differ:
+
+==================  =====================================================================================
+prefix hash         2**-64 per pair of different prefixes
+cell of one layer   about 1/p + 2**-14 with p = E!/(E-k)! ordered draws (E = 128, k = 8: 6e-5; E = 8, k = 2: 0.018)
+row                 that to the power of the number of MoE layers (E = 8, k = 2, three layers: 6e-6)
+logprob             2**-23; values lie on a grid that float32 holds exactly
+token               about 1/(vocab - 1)
+==================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from rollproof.errors import CaseError, UsageError
+from rollproof.records import IntArray, LogprobArray, Version
+
+if TYPE_CHECKING:
+    from rollproof.case import Model
+
+__all__ = ["CodedPolicy", "State", "VersionSpan", "mixed_key"]
+
+State: TypeAlias = "tuple[int, int]"
+"""Opaque state of a sequence: its prefix hash and its length."""
+VersionSpan: TypeAlias = "tuple[int, int, Version]"
+"""Positions ``start`` (inclusive) to ``stop`` (exclusive) belong to a version."""
+_Hashes: TypeAlias = "npt.NDArray[np.uint64]"
+
+_MASK = (1 << 64) - 1
+_A, _B, _C = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
+_F1, _F2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_TABLE_BITS = 14
+_BLOCK_CELLS = 1 << 14
+"""Cells computed at once: the scratch of a block and the table stay in the second-level cache."""
+_LOGPROB_BITS, _LOGPROB_UNIT = 23, 2.0**-20
+_LIMITS: Mapping[str, tuple[int, int]] = {
+    "seed": (-(1 << 63), _MASK),
+    "vocab": (2, 1 << 31),
+    "num_layers": (1, 4096),
+    "num_experts": (1, 1 << 20),
+    "top_k": (1, 64),
+    "eos_every": (1, 1 << 31),
+    "eos_id": (0, (1 << 31) - 1),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodedPolicy:
+    """A policy whose every value is coded; an ``Oracle``, and the sampler of the fake engines.
+
+    ``vocab`` token ids from 0, ``moe_layers`` global layer indexes (the columns of the other, dense layers are zeros),
+    ``eos_every``: on average one token in this many is ``eos_id`` (``None``: never). Equal fields make equal policies.
+    A version is an int, a str, or a ``mixed_key``. Raises ``CaseError`` for sizes out of bounds.
+    """
+
+    seed: int
+    vocab: int
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    eos_every: int | None = None
+    eos_id: int = 0
+    _keys: dict[Version, tuple[int, int, int]] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)!r} must be a whole number from {low} to {high}."
+            for name, (low, high) in _LIMITS.items()
+            if not (name == "eos_every" and self.eos_every is None) and not _within(getattr(self, name), low, high)
+        ]
+        if not problems:
+            moe = self.moe_layers
+            if (
+                not isinstance(moe, tuple)
+                or any(not _within(layer, 0, self.num_layers - 1) for layer in moe)
+                or list(moe) != sorted(set(moe))
+            ):
+                problems.append(f"moe_layers must be a tuple of ascending, distinct layers below num_layers={self.num_layers}.")
+            if self.top_k > self.num_experts:
+                problems.append(
+                    f"top_k={self.top_k} exceeds num_experts={self.num_experts}: a token cannot have that many distinct experts."
+                )
+            if self.eos_id >= self.vocab:
+                problems.append(f"eos_id={self.eos_id} must be below vocab={self.vocab}.")
+        if problems:
+            raise CaseError("The coded policy cannot be made:\n  - " + "\n  - ".join(problems))
+
+    @classmethod
+    def from_model(cls, model: Model, seed: int) -> Self:
+        """The policy that stands for a case's model."""
+        return cls(
+            seed=seed,
+            vocab=model.vocab,
+            num_layers=model.num_layers,
+            moe_layers=tuple(model.moe_layers),
+            num_experts=model.num_experts,
+            top_k=model.top_k,
+            eos_every=model.eos_every,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; ``from_dict`` is its inverse."""
+        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in _names()}
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> Self:
+        """Read what ``to_dict`` wrote, or what a stranger did. Raises ``CaseError`` for keys or numbers that cannot be."""
+        if not isinstance(mapping, Mapping):
+            raise CaseError(f"A coding must be a mapping, not {type(mapping).__name__}.")
+        stray = sorted(str(key) for key in set(mapping) - set(_names()))
+        missing = [name for name in _names() if name not in mapping and name not in ("eos_every", "eos_id")]
+        if stray or missing:
+            raise CaseError(f"This coding has unknown keys {stray[:8]} and lacks {missing}; its keys are {list(_names())}.")
+        values = dict(mapping)
+        layers = values["moe_layers"]
+        if not isinstance(layers, list | tuple) or len(layers) > _LIMITS["num_layers"][1]:
+            raise CaseError(f"moe_layers must be a list of at most {_LIMITS['num_layers'][1]} layers.")
+        return cls(**{**values, "moe_layers": tuple(layers)})
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest unsigned integer type that holds every expert id."""
+        return np.dtype(np.min_scalar_type(self.num_experts - 1))
+
+    def start_state(self, ids: Sequence[int]) -> State:
+        """State of a sequence after ``ids``."""
+        return (int(_prefix_hashes(ids)[-1]) if len(ids) else 0, len(ids))
+
+    def extend(self, state: State, token: int) -> State:
+        """State after one more token; the same as ``start_state`` of the longer sequence."""
+        total, position = state
+        z = (token * _A + (position + 1) * _B) & _MASK
+        z = (z ^ z >> 31) * _C & _MASK
+        return ((total + (z ^ z >> 33)) & _MASK, position + 1)
+
+    def next_token(self, version: Version, state: State) -> int:
+        """The token that ``version`` samples after the sequence: the first of its choices, in about half a microsecond."""
+        keys = self._keys.get(version) or self._keys_of(version)
+        z = (state[0] + keys[0]) & _MASK
+        z = (z ^ z >> 32) * _F1 & _MASK
+        z = (z ^ z >> 29) * _F2 & _MASK
+        z ^= z >> 32
+        if self.eos_every is not None and (z >> 32) % self.eos_every == 0:
+            return self.eos_id
+        token = (z & 0xFFFFFFFF) % (self.vocab - 1)
+        return token + (token >= self.eos_id)
+
+    def choices(self, version: Version, ids: Sequence[int], start: int = 0) -> npt.NDArray[np.int64]:
+        """``next_token`` after each ``ids[:i]`` for ``i >= start``, at once: ``(len(ids) - start,)``."""
+        before = np.concatenate([np.zeros(1, dtype=np.uint64), _prefix_hashes(ids)])[start : len(ids)]
+        z = _finish(before + np.uint64(self._keys_of(version)[0]))
+        token = ((z & np.uint64(0xFFFFFFFF)) % np.uint64(self.vocab - 1)).astype(np.int64)
+        token += token >= self.eos_id
+        if self.eos_every is not None:
+            token[(z >> np.uint64(32)) % np.uint64(self.eos_every) == 0] = self.eos_id
+        return token
+
+    def logprobs(self, version: Version, ids: Sequence[int], start: int) -> LogprobArray:
+        """Log-probability of ``ids[i]`` given ``ids[:i]`` for ``i >= start``: ``(len(ids) - start,)``, in [-8, 0), T = 1."""
+        return self.logprobs_spans([(start, len(ids), version)], ids, start, len(ids))
+
+    def routes(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
+        """Experts of the forward of each token from ``start`` on: ``(len(ids) - start, num_layers, top_k)``.
+
+        Row i depends on ``ids[:i + 1]``. The k experts of a cell are distinct; dense layers hold zeros.
+        """
+        return self.routes_spans([(start, len(ids), version)], ids, start, len(ids))
+
+    def logprobs_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> LogprobArray:
+        """As ``logprobs`` for positions ``start`` to ``stop``, each under the version whose span holds it."""
+        z = self._hashes(spans, ids, start, stop, 1)
+        return ((z >> np.uint64(64 - _LOGPROB_BITS)).astype(np.float64) + 1.0) * -_LOGPROB_UNIT
+
+    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+        """As ``routes`` for positions ``start`` to ``stop``, each under the version whose span holds it.
+
+        Raises ``UsageError`` where a position has no span: a row without a version was never computed.
+        """
+        return self.routes_of_hashes(self._hashes(spans, ids, start, stop, 2))
+
+    def route_hashes(self, version: Version, ids: Sequence[int]) -> _Hashes:
+        """``(len(ids),)``: what ``routes_of_hashes`` expands, one number a row; equal rows have equal hashes."""
+        return self._hashes([(0, len(ids), version)], ids, 0, len(ids), 2)
+
+    def routes_of_hashes(self, hashes: _Hashes, layers: Sequence[int] | None = None) -> IntArray:
+        """Expand row hashes into ``(len(hashes), len(layers), top_k)``; ``layers`` are all layers unless given."""
+        chosen = tuple(range(self.num_layers)) if layers is None else tuple(layers)
+        moe = set(self.moe_layers)
+        columns = [column for column, layer in enumerate(chosen) if layer in moe]
+        table = _cells(self.num_experts, self.top_k)
+        factors = _layer_factors(tuple(chosen[column] for column in columns))
+        full = len(columns) == len(chosen)
+        out = (np.empty if full else np.zeros)((len(hashes), len(chosen)), dtype=table.dtype)
+        block = max(1, _BLOCK_CELLS // max(1, len(columns)))
+        scratch = np.empty((min(block, len(hashes)), len(columns)), dtype=np.uint64)
+        for low in range(0, len(hashes), block):
+            part = hashes[low : low + block]
+            lines = scratch[: len(part)]
+            np.multiply(part[:, None], factors, out=lines)
+            np.right_shift(lines, np.uint64(64 - _TABLE_BITS), out=lines)
+            if full:
+                # mode="clip" spares the copy that numpy makes with out= and bounds errors; no index is out of bounds
+                np.take(table, lines.view(np.int64), out=out[low : low + len(part)], mode="clip")
+            else:
+                out[low : low + len(part), columns] = table[lines.view(np.int64)]
+        return out.view(self.dtype).reshape(len(hashes), len(chosen), self.top_k)
+
+    def _hashes(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int, what: int) -> _Hashes:
+        """``(stop - start,)`` hashes of the prefixes that end at each position, under the versions of the spans."""
+        if not 0 <= start <= stop <= len(ids):
+            raise UsageError(f"Positions {start} to {stop} do not lie in a sequence of {len(ids)} tokens.")
+        prefix = _prefix_hashes(ids)[start:stop]
+        keys = np.zeros(stop - start, dtype=np.uint64)
+        covered = 0
+        for low, high, version in spans:
+            low, high = max(low, start), min(high, stop)
+            if low < high:
+                keys[low - start : high - start] = self._keys_of(version)[what]
+                covered += high - low
+        if covered < stop - start:
+            raise UsageError(f"The spans cover {covered} of the positions {start} to {stop}: every position needs a version.")
+        return _finish(prefix + keys)
+
+    def _keys_of(self, version: Version) -> tuple[int, int, int]:
+        """Keys of a version for tokens, logprobs and routes."""
+        found = self._keys.get(version)
+        if found is None:
+            if version is None or isinstance(version, bool) or not isinstance(version, int | str):
+                raise UsageError(f"The coded policy has values for a version that is an int or a str, not for {version!r}.")
+            digest = hashlib.blake2b(f"{self.seed}/{type(version).__name__}/{version}".encode(), digest_size=24).digest()
+            tokens, logprobs, routes = (int.from_bytes(digest[i : i + 8], "little") for i in (0, 8, 16))
+            found = self._keys[version] = (tokens, logprobs, routes)
+        return found
+
+
+def mixed_key(version: Version, kv_versions: Iterable[Version]) -> Version:
+    """The version-like key of a forward under weights ``version`` over KV that ``kv_versions`` computed.
+
+    Equals ``version`` where they are all the same; else a str whose values no pure version explains. Runs of equal
+    versions count once, so that the versions of spans may be given in place of one per position.
+    """
+    runs: list[Version] = []
+    for one in kv_versions:
+        if not runs or runs[-1] != one:
+            runs.append(one)
+    return version if all(one == version for one in runs) else f"{version!r} over KV of {', '.join(repr(one) for one in runs)}"
+
+
+@lru_cache(maxsize=1)
+def _names() -> tuple[str, ...]:
+    return tuple(item.name for item in fields(CodedPolicy) if item.init)
+
+
+def _within(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _prefix_hashes(ids: Sequence[int]) -> _Hashes:
+    """``(len(ids),)``: element i is the hash of ``ids[:i + 1]``."""
+    try:
+        z = np.array(ids, dtype=np.int64).view(np.uint64)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise UsageError(f"Token ids must be integers of 64 bits: {error}.") from error
+    z = z * np.uint64(_A)
+    z += np.arange(1, len(ids) + 1, dtype=np.uint64) * np.uint64(_B)
+    z ^= z >> np.uint64(31)
+    z *= np.uint64(_C)
+    z ^= z >> np.uint64(33)
+    return np.cumsum(z, dtype=np.uint64)
+
+
+def _finish(z: _Hashes) -> _Hashes:
+    """Mix in place, so that every bit of the result depends on every bit of ``z``; returns ``z``."""
+    z ^= z >> np.uint64(32)
+    z *= np.uint64(_F1)
+    z ^= z >> np.uint64(29)
+    z *= np.uint64(_F2)
+    z ^= z >> np.uint64(32)
+    return z
+
+
+@lru_cache(maxsize=64)
+def _layer_factors(layers: tuple[int, ...]) -> _Hashes:
+    """``(layers,)`` odd random numbers, one per global layer."""
+    return _finish((np.array(layers, dtype=np.uint64) + np.uint64(1)) * np.uint64(_A)) | np.uint64(1)
+
+
+@lru_cache(maxsize=32)
+def _cells(num_experts: int, top_k: int) -> npt.NDArray[Any]:
+    """``(2**14,)`` cells, each ``top_k`` distinct experts in an order, packed into one element of ``top_k`` ids.
+
+    Drawn uniformly among the ordered choices: number k is drawn among the experts that are left, and its rank among
+    those is turned into an id by stepping over the ids already taken, in ascending order.
+    """
+    dtype = np.dtype(np.min_scalar_type(num_experts - 1))
+    size = 1 << _TABLE_BITS
+    out = np.empty((size, top_k), dtype=np.int64)
+    taken = np.empty((size, 0), dtype=np.int64)
+    for slot in range(top_k):
+        seeds = (np.arange(size, dtype=np.uint64) * np.uint64(64) + np.uint64(slot)) * np.uint64(_A)
+        pick = (_finish(seeds + np.uint64(_B)) % np.uint64(num_experts - slot)).astype(np.int64)
+        for column in range(slot):
+            pick += pick >= taken[:, column]
+        out[:, slot] = pick
+        taken = np.sort(out[:, : slot + 1], axis=1)
+    width = top_k * dtype.itemsize
+    packed = f"u{width}" if width in (1, 2, 4, 8) else f"V{width}"
+    cells = np.ascontiguousarray(out.astype(dtype)).view(packed)[:, 0]
+    cells.setflags(write=False)
+    return cells
