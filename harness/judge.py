@@ -69,6 +69,19 @@ class Tally:
         """Note that a contract ruled the check out of one trace."""
         self._ruled_out[check.id] = reason
 
+    def add(self, other: Tally) -> None:
+        """Add what another tally over the same registry took."""
+        for check in other.registry:
+            taken = other._taken.get(check.id)
+            if taken is not None:
+                self.collector(check).merge(taken)
+        self._ruled_out.update(other._ruled_out)
+        self.traces += other.traces
+
+    def found(self) -> tuple[str, ...]:
+        """Ids of the checks that have found something so far."""
+        return tuple(check_id for check_id, taken in self._taken.items() if taken.found)
+
     def judgement(self) -> Judgement:
         """The verdicts over everything added. A check that applied to no trace is not applicable."""
         results = []
