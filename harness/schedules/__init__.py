@@ -1,1 +1,23 @@
-"""Placeholder."""
+"""Schedules: the small scope exhausted, the large one sampled, and profiles that say how much of each.
+
+Hypothesis is imported by ``strategies`` and ``machine`` only, which are not imported here.
+"""
+
+from __future__ import annotations
+
+from rollproof.schedules.drawing import Limits, random_cases
+from rollproof.schedules.exhaustive import PAUSE_MODES, Scope, scope_families, scope_size, small_scope
+from rollproof.schedules.profiles import PROFILES, Profile, profile_named
+
+__all__ = [
+    "PAUSE_MODES",
+    "PROFILES",
+    "Limits",
+    "Profile",
+    "Scope",
+    "profile_named",
+    "random_cases",
+    "scope_families",
+    "scope_size",
+    "small_scope",
+]

@@ -1,0 +1,217 @@
+"""Drawing a case: one description of the random schedules, fed by a seed or by Hypothesis."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from rollproof.case import Action, ActionKind, Case, EngineOptions, Model, Trigger
+from rollproof.contract import Contract
+from rollproof.errors import UsageError
+from rollproof.records import Request, Scalar
+from rollproof.schedules.exhaustive import PAUSE_MODES
+from rollproof.trace import PauseMode
+
+__all__ = ["Draws", "Limits", "SeededDraws", "draw_case", "draw_model", "random_cases"]
+
+_T = TypeVar("_T")
+_EXPERTS = (8, 2, 4, 16, 64, 128, 256, 512, 1024)
+"""Sizes around the borders of one byte, and those of published models; the first is what shrinking aims at."""
+
+
+class Draws(Protocol):
+    """A source of choices. Earlier and smaller choices are the simpler ones, and ``False``."""
+
+    def integer(self, low: int, high: int) -> int:
+        """A whole number in ``low`` .. ``high``, both included."""
+
+    def pick(self, options: Sequence[_T]) -> _T:
+        """One of ``options``, which are not empty."""
+
+    def chance(self, percent: int) -> bool:
+        """True in about ``percent`` of 100 draws."""
+
+
+class SeededDraws:
+    """Choices from a seed. Only ``random()`` of the generator is used: of it alone Python promises that it never changes."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        """A whole number in ``low`` .. ``high``, both included."""
+        return low + int(self._random.random() * (high - low + 1))
+
+    def pick(self, options: Sequence[_T]) -> _T:
+        """One of ``options``."""
+        return options[self.integer(0, len(options) - 1)]
+
+    def chance(self, percent: int) -> bool:
+        """True in about ``percent`` of 100 draws."""
+        return self._random.random() * 100 < percent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Largest sizes of a drawn case. ``turns``: the most answers of the environment that a request gets (0: single turn)."""
+
+    requests: int = 5
+    prompt: int = 12
+    response: int = 16
+    actions: int = 8
+    servers: int = 4
+    turns: int = 0
+    layers: int = 6
+
+    def __post_init__(self) -> None:
+        low = {"requests": 1, "prompt": 1, "response": 1, "servers": 1, "layers": 1, "actions": 0, "turns": 0}
+        wrong = [f"{name}={getattr(self, name)!r} must be at least {least}" for name, least in low.items() if getattr(self, name) < least]
+        if wrong:
+            raise UsageError(f"These limits describe no case: {'; '.join(wrong)}.")
+
+
+def random_cases(
+    seed: int,
+    count: int,
+    *,
+    flavour: str,
+    contract: Contract,
+    kinds: Sequence[ActionKind] | None = None,
+    model: Model | None = None,
+    modes: Sequence[PauseMode] | None = None,
+    limits: Limits | None = None,
+) -> Iterator[Case]:
+    """``count`` cases drawn from ``seed``; case i depends on ``seed`` and i alone, on every version of Python.
+
+    Same distribution as ``rollproof.schedules.strategies.cases``, without Hypothesis: for speed, and to name a case by
+    two numbers. ``kinds`` are the kinds of action that may occur (default: all), ``model`` fixes the model instead of
+    drawing one, ``modes`` the pause modes (default: those under which ``contract.resume`` keeps its promises).
+    """
+    for i in range(count):
+        yield draw_case(
+            SeededDraws(seed * 0x9E3779B1 + i), flavour=flavour, contract=contract, kinds=kinds, model=model, modes=modes, limits=limits
+        )
+
+
+def draw_case(
+    draws: Draws,
+    *,
+    flavour: str,
+    contract: Contract,
+    kinds: Sequence[ActionKind] | None = None,
+    model: Model | None = None,
+    modes: Sequence[PauseMode] | None = None,
+    limits: Limits | None = None,
+) -> Case:
+    """One case. Swarm: the kinds of action that this case may use are drawn first, then actions among them."""
+    limits = limits or Limits()
+    servers = draws.integer(1, limits.servers)
+    requests = _requests(draws, limits)
+    enabled = [kind for kind in (ActionKind if kinds is None else kinds) if draws.chance(40)]
+    actions = [_action(draws, requests, enabled, servers) for _ in _several(draws, 0, limits.actions)] if enabled else []
+    order = {request.request_id: i for i, request in enumerate(requests)}
+    actions.sort(key=lambda action: (action.when.tokens, order[action.when.request]))
+    mode = draws.pick(PAUSE_MODES[contract.resume] if modes is None else modes)
+    together = draws.chance(50)
+    return Case(
+        flavour=flavour,
+        requests=requests,
+        arrivals=tuple(0.0 if together else draws.integer(0, 40) / 2 for _ in requests),
+        actions=tuple(actions),
+        servers=servers,
+        seed=draws.integer(0, 2**31 - 1),
+        pause_mode=mode,
+        clear_cache=mode is not PauseMode.IN_PLACE and not draws.chance(20),
+        partial=not (contract.partial_off is not None and draws.chance(15)),
+        model=_with_ends(draws, draw_model(draws, limits.layers) if model is None else model),
+        engine=_engine(draws, requests),
+    )
+
+
+def draw_model(draws: Draws, layers: int = 6) -> Model:
+    """A model of up to ``layers`` layers, the first ones dense or not, 2 to 1024 experts, top-k 1 to 16."""
+    experts = draws.pick(_EXPERTS) if draws.chance(70) else draws.integer(2, 1024)
+    depth = draws.integer(1, layers)
+    dense = draws.integer(0, depth - 1) if draws.chance(40) else 0
+    return Model(num_layers=depth, moe_layers=tuple(range(dense, depth)), num_experts=experts, top_k=draws.integer(1, min(16, experts)))
+
+
+def _with_ends(draws: Draws, model: Model) -> Model:
+    return replace(model, eos_every=draws.integer(2, 20)) if draws.chance(30) else model
+
+
+def _requests(draws: Draws, limits: Limits) -> tuple[Request, ...]:
+    """Prompts start alike or not, and then differ in one token: none is a prefix of another, so a call tells its request."""
+    shared = _tokens(draws, 0, limits.prompt - 1) if draws.chance(40) else ()
+    requests: list[Request] = []
+    for i in _several(draws, 1, limits.requests):
+        if requests and draws.chance(15):
+            twin = draws.integer(0, i - 1)
+            group = requests[twin].group or f"g{twin}"
+            requests[twin] = replace(requests[twin], group=group)
+            requests.append(replace(_request(draws, i, requests[twin].prompt_ids, limits), group=group))
+        else:
+            tail = _tokens(draws, 0, limits.prompt - len(shared) - 1)
+            requests.append(_request(draws, i, (*shared, 2 + i, *tail), limits))
+    return tuple(requests)
+
+
+def _request(draws: Draws, number: int, prompt: tuple[int, ...], limits: Limits) -> Request:
+    budget = draws.integer(1, limits.response)
+    stated = not draws.chance(20)
+    limit = budget + draws.integer(0, 3) if stated and draws.chance(20) else None
+    sampling: dict[str, Scalar] = {"temperature": draws.pick((1.0, 0.7))} if draws.chance(50) else {}
+    turns = tuple(_tokens(draws, 1, 3) for _ in _several(draws, 0, limits.turns))
+    return Request(
+        request_id=f"r{number}",
+        prompt_ids=prompt,
+        max_tokens=budget if stated else None,
+        limit=limit if stated else budget,
+        sampling=sampling,
+        media=f"media-{number}" if draws.chance(10) else None,
+        turns=turns,
+    )
+
+
+def _several(draws: Draws, low: int, high: int) -> Iterator[int]:
+    """Counts from 0 to a number of items that is about uniform in ``low`` .. ``high``.
+
+    Each item is preceded by the choice to go on, rather than all of them by their number: so a shrinker can drop one.
+    """
+    for i in range(high):
+        left = high - i
+        if i >= low and not draws.chance(100 * left // (left + 1)):
+            return
+        yield i
+
+
+def _tokens(draws: Draws, low: int, high: int) -> tuple[int, ...]:
+    return tuple(draws.integer(10, 400) for _ in range(draws.integer(low, high)))
+
+
+def _action(draws: Draws, requests: Sequence[Request], enabled: Sequence[ActionKind], servers: int) -> Action:
+    request = draws.pick(requests)
+    kind = draws.pick(enabled)
+    budget = request.budget or 1
+    tokens = draws.pick((0, budget, draws.integer(0, budget)))
+    return Action(
+        when=Trigger(request=request.request_id, tokens=tokens, queued=draws.chance(10), race=draws.chance(20)),
+        do=kind,
+        server=f"s{draws.integer(0, servers - 1)}" if kind in _AT_SERVER and draws.chance(70) else None,
+        steps=draws.integer(1, 12),
+    )
+
+
+_AT_SERVER = frozenset({ActionKind.KILL, ActionKind.SKEW})
+
+
+def _engine(draws: Draws, requests: Sequence[Request]) -> EngineOptions:
+    longest = max(len(request.prompt_ids) + (request.budget or 0) + sum(map(len, request.turns)) for request in requests)
+    return EngineOptions(
+        max_batch=draws.pick((8, 1, 2, 3)),
+        prefill_chunk=draws.integer(1, 8) if draws.chance(40) else None,
+        prefix_cache=draws.chance(40),
+        kv_tokens=longest + 1 + draws.integer(0, longest) if draws.chance(25) else None,
+    )
