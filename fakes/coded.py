@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
 from rollproof.errors import CaseError, UsageError
 from rollproof.records import IntArray, LogprobArray, Version
 
@@ -45,12 +46,16 @@ VersionSpan: TypeAlias = "tuple[int, int, Version]"
 _Hashes: TypeAlias = "npt.NDArray[np.uint64]"
 
 _MASK = (1 << 64) - 1
-_A, _B, _C = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
+_STEP, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _F1, _F2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# the same for numpy, made once: making a numpy scalar costs as much as a pass over a short array
+_N_STEP, _N_MIX, _N_F1, _N_F2 = (np.uint64(number) for number in (_STEP, _MIX, _F1, _F2))
+_N29, _N31, _N32, _N33, _N_LOW = (np.uint64(number) for number in (29, 31, 32, 33, 0xFFFFFFFF))
 _TABLE_BITS = 14
+_TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 _BLOCK_CELLS = 1 << 14
 """Cells computed at once: the scratch of a block and the table stay in the second-level cache."""
-_LOGPROB_BITS, _LOGPROB_UNIT = 23, 2.0**-20
+_LOGPROB_SHIFT, _LOGPROB_UNIT = np.uint64(64 - 23), 2.0**-20
 _LIMITS: Mapping[str, tuple[int, int]] = {
     "seed": (-(1 << 63), _MASK),
     "vocab": (2, 1 << 31),
@@ -148,8 +153,8 @@ class CodedPolicy:
     def extend(self, state: State, token: int) -> State:
         """State after one more token; the same as ``start_state`` of the longer sequence."""
         total, position = state
-        z = (token * _A + (position + 1) * _B) & _MASK
-        z = (z ^ z >> 31) * _C & _MASK
+        z = (token + (position + 1) * _STEP) & _MASK
+        z = (z ^ z >> 31) * _MIX & _MASK
         return ((total + (z ^ z >> 33)) & _MASK, position + 1)
 
     def next_token(self, version: Version, state: State) -> int:
@@ -168,67 +173,69 @@ class CodedPolicy:
         """``next_token`` after each ``ids[:i]`` for ``i >= start``, at once: ``(len(ids) - start,)``."""
         before = np.concatenate([np.zeros(1, dtype=np.uint64), _prefix_hashes(ids)])[start : len(ids)]
         z = _finish(before + np.uint64(self._keys_of(version)[0]))
-        token = ((z & np.uint64(0xFFFFFFFF)) % np.uint64(self.vocab - 1)).astype(np.int64)
+        token = ((z & _N_LOW) % np.uint64(self.vocab - 1)).astype(np.int64)
         token += token >= self.eos_id
         if self.eos_every is not None:
-            token[(z >> np.uint64(32)) % np.uint64(self.eos_every) == 0] = self.eos_id
+            token[(z >> _N32) % np.uint64(self.eos_every) == 0] = self.eos_id
         return token
 
     def logprobs(self, version: Version, ids: Sequence[int], start: int) -> LogprobArray:
         """Log-probability of ``ids[i]`` given ``ids[:i]`` for ``i >= start``: ``(len(ids) - start,)``, in [-8, 0), T = 1."""
-        return self.logprobs_spans([(start, len(ids), version)], ids, start, len(ids))
+        return _logprobs_of(self._drawn(version, ids, start, 1))
 
     def routes(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
         """Experts of the forward of each token from ``start`` on: ``(len(ids) - start, num_layers, top_k)``.
 
         Row i depends on ``ids[:i + 1]``. The k experts of a cell are distinct; dense layers hold zeros.
         """
-        return self.routes_spans([(start, len(ids), version)], ids, start, len(ids))
+        return self.routes_of_hashes(self._drawn(version, ids, start, 2))
 
     def logprobs_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> LogprobArray:
         """As ``logprobs`` for positions ``start`` to ``stop``, each under the version whose span holds it."""
-        z = self._hashes(spans, ids, start, stop, 1)
-        return ((z >> np.uint64(64 - _LOGPROB_BITS)).astype(np.float64) + 1.0) * -_LOGPROB_UNIT
+        return _logprobs_of(self._drawn_by_span(spans, ids, start, stop, 1))
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
         """As ``routes`` for positions ``start`` to ``stop``, each under the version whose span holds it.
 
         Raises ``UsageError`` where a position has no span: a row without a version was never computed.
         """
-        return self.routes_of_hashes(self._hashes(spans, ids, start, stop, 2))
+        return self.routes_of_hashes(self._drawn_by_span(spans, ids, start, stop, 2))
 
     def route_hashes(self, version: Version, ids: Sequence[int]) -> _Hashes:
         """``(len(ids),)``: what ``routes_of_hashes`` expands, one number a row; equal rows have equal hashes."""
-        return self._hashes([(0, len(ids), version)], ids, 0, len(ids), 2)
+        return self._drawn(version, ids, 0, 2)
 
     def routes_of_hashes(self, hashes: _Hashes, layers: Sequence[int] | None = None) -> IntArray:
         """Expand row hashes into ``(len(hashes), len(layers), top_k)``; ``layers`` are all layers unless given."""
-        chosen = tuple(range(self.num_layers)) if layers is None else tuple(layers)
-        moe = set(self.moe_layers)
-        columns = [column for column, layer in enumerate(chosen) if layer in moe]
+        width, columns, factors = _columns(self.num_layers, self.moe_layers, None if layers is None else tuple(layers))
+        full = len(columns) == width
         table = _cells(self.num_experts, self.top_k)
-        factors = _layer_factors(tuple(chosen[column] for column in columns))
-        full = len(columns) == len(chosen)
-        out = (np.empty if full else np.zeros)((len(hashes), len(chosen)), dtype=table.dtype)
+        out = (np.empty if full else np.zeros)((len(hashes), width), dtype=table.dtype)
         block = max(1, _BLOCK_CELLS // max(1, len(columns)))
         scratch = np.empty((min(block, len(hashes)), len(columns)), dtype=np.uint64)
         for low in range(0, len(hashes), block):
             part = hashes[low : low + block]
             lines = scratch[: len(part)]
             np.multiply(part[:, None], factors, out=lines)
-            np.right_shift(lines, np.uint64(64 - _TABLE_BITS), out=lines)
+            np.right_shift(lines, _TABLE_SHIFT, out=lines)
             if full:
                 # mode="clip" spares the copy that numpy makes with out= and bounds errors; no index is out of bounds
                 np.take(table, lines.view(np.int64), out=out[low : low + len(part)], mode="clip")
             else:
                 out[low : low + len(part), columns] = table[lines.view(np.int64)]
-        return out.view(self.dtype).reshape(len(hashes), len(chosen), self.top_k)
+        return out.view(self.dtype).reshape(len(hashes), width, self.top_k)
 
-    def _hashes(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int, what: int) -> _Hashes:
-        """``(stop - start,)`` hashes of the prefixes that end at each position, under the versions of the spans."""
+    def _drawn(self, version: Version, ids: Sequence[int], start: int, what: int) -> _Hashes:
+        """``(len(ids) - start,)``: what ``version`` draws at each position; ``what`` is 0 tokens, 1 logprobs, 2 routes."""
+        if not 0 <= start <= len(ids):
+            raise UsageError(f"Position {start} does not lie in a sequence of {len(ids)} tokens.")
+        return _finish(_prefix_hashes(ids)[start:] + np.uint64(self._keys_of(version)[what]))
+
+    def _drawn_by_span(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int, what: int) -> _Hashes:
+        """``(stop - start,)``: as ``_drawn``, each position under the version whose span holds it."""
         if not 0 <= start <= stop <= len(ids):
             raise UsageError(f"Positions {start} to {stop} do not lie in a sequence of {len(ids)} tokens.")
-        prefix = _prefix_hashes(ids)[start:stop]
+        prefix = _prefix_hashes(ids[:stop])[start:]
         keys = np.zeros(stop - start, dtype=np.uint64)
         covered = 0
         for low, high, version in spans:
@@ -280,28 +287,35 @@ def _prefix_hashes(ids: Sequence[int]) -> _Hashes:
         z = np.array(ids, dtype=np.int64).view(np.uint64)
     except (OverflowError, ValueError, TypeError) as error:
         raise UsageError(f"Token ids must be integers of 64 bits: {error}.") from error
-    z = z * np.uint64(_A)
-    z += np.arange(1, len(ids) + 1, dtype=np.uint64) * np.uint64(_B)
-    z ^= z >> np.uint64(31)
-    z *= np.uint64(_C)
-    z ^= z >> np.uint64(33)
+    z = z + np.arange(1, len(ids) + 1, dtype=np.uint64) * _N_STEP
+    z ^= z >> _N31
+    z *= _N_MIX
+    z ^= z >> _N33
     return np.cumsum(z, dtype=np.uint64)
+
+
+def _logprobs_of(drawn: _Hashes) -> LogprobArray:
+    return ((drawn >> _LOGPROB_SHIFT).astype(np.float64) + 1.0) * -_LOGPROB_UNIT
 
 
 def _finish(z: _Hashes) -> _Hashes:
     """Mix in place, so that every bit of the result depends on every bit of ``z``; returns ``z``."""
-    z ^= z >> np.uint64(32)
-    z *= np.uint64(_F1)
-    z ^= z >> np.uint64(29)
-    z *= np.uint64(_F2)
-    z ^= z >> np.uint64(32)
+    z ^= z >> _N32
+    z *= _N_F1
+    z ^= z >> _N29
+    z *= _N_F2
+    z ^= z >> _N32
     return z
 
 
-@lru_cache(maxsize=64)
-def _layer_factors(layers: tuple[int, ...]) -> _Hashes:
-    """``(layers,)`` odd random numbers, one per global layer."""
-    return _finish((np.array(layers, dtype=np.uint64) + np.uint64(1)) * np.uint64(_A)) | np.uint64(1)
+@lru_cache(maxsize=256)
+def _columns(num_layers: int, moe_layers: tuple[int, ...], chosen: tuple[int, ...] | None) -> tuple[int, list[int], _Hashes]:
+    """Number of columns, those of MoE layers, and ``(moe columns,)`` odd random factors, one per global layer."""
+    layers = range(num_layers) if chosen is None else chosen
+    moe = frozenset(moe_layers)
+    columns = [column for column, layer in enumerate(layers) if layer in moe]
+    seeds = np.array([layers[column] + 1 for column in columns], dtype=np.uint64) * _N_STEP
+    return len(layers), columns, _finish(seeds) | np.uint64(1)
 
 
 @lru_cache(maxsize=32)
@@ -316,8 +330,8 @@ def _cells(num_experts: int, top_k: int) -> npt.NDArray[Any]:
     out = np.empty((size, top_k), dtype=np.int64)
     taken = np.empty((size, 0), dtype=np.int64)
     for slot in range(top_k):
-        seeds = (np.arange(size, dtype=np.uint64) * np.uint64(64) + np.uint64(slot)) * np.uint64(_A)
-        pick = (_finish(seeds + np.uint64(_B)) % np.uint64(num_experts - slot)).astype(np.int64)
+        seeds = np.arange(slot * size + 1, (slot + 1) * size + 1, dtype=np.uint64) * _N_STEP
+        pick = (_finish(seeds) % np.uint64(num_experts - slot)).astype(np.int64)
         for column in range(slot):
             pick += pick >= taken[:, column]
         out[:, slot] = pick
