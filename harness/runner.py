@@ -20,7 +20,7 @@ from rollproof.records import Request, Rollout
 from rollproof.subjects import RolloutSubject, SubjectFactory
 from rollproof.trace import Event, Gauge, Header, Recorder, Result, Submit, Trace
 
-__all__ = ["run_case"]
+__all__ = ["idle_contracts", "run_case"]
 
 _METHODS = ("start", "rollout", "update_weights", "to_record", "stop")
 
@@ -57,6 +57,16 @@ def run_case(
     return Trace(header=header, events=run.finished_events())
 
 
+def idle_contracts(factory: SubjectFactory, case: Case) -> tuple[Contract, Contract]:
+    """Start and stop a fresh subject without asking anything of it: its contract, and that of the engines it was given."""
+    run = _Run(factory, case)
+    try:
+        clock.run(run.idle)
+    except clock.Stalled as stall:
+        run.stalled(str(stall))
+    return run.contract, run.fleet.engine_contract
+
+
 @dataclass(slots=True)
 class _Ended:
     """A request's end, kept so that its arrays can be compared with what they were when the run is over."""
@@ -86,14 +96,24 @@ class _Run:
             raise SubjectError(f"{_name_of(self.factory)} must have a `contract` of type Contract after start, not {contract!r}.")
         return contract
 
-    async def main(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.recorder = Recorder(loop.time)
+    async def start(self) -> None:
+        """Make fleet and subject. An ill-typed contract is refused before anything runs."""
+        self.recorder = Recorder(asyncio.get_running_loop().time)
         self.fleet = Fleet(self.case, self.recorder)
         self.subject = self._make()
         await _call(self.subject, "start", self.fleet)
-        self.contract  # noqa: B018 - an ill-typed contract is refused before anything runs
+        assert self.contract
         self.fleet.set_updater(self._update)
+
+    async def idle(self) -> None:
+        """Start and stop."""
+        await self.start()
+        await _call(self.subject, "stop")
+
+    async def main(self) -> None:
+        """The whole run."""
+        await self.start()
+        loop = asyncio.get_running_loop()
         self._gauge("start")
         tasks = []
         for i, request in enumerate(self.case.requests):
@@ -174,7 +194,9 @@ class _Run:
         except RollproofError:
             raise
         except Exception as error:  # the adapter is the user's own code: tell which method failed on what
-            raise SubjectError(f"{_name_of(self.factory)}.to_record raised {type(error).__name__}: {error} on {type(native).__name__}.") from error
+            raise SubjectError(
+                f"{_name_of(self.factory)}.to_record raised {type(error).__name__}: {error} on {type(native).__name__}."
+            ) from error
         if not isinstance(rollout, Rollout):
             raise SubjectError(f"{_name_of(self.factory)}.to_record must return a Rollout, not {type(rollout).__name__}.")
         _check_shapes(rollout, _name_of(self.factory))
@@ -201,7 +223,9 @@ class _Run:
                 now = await _maybe(self.subject.to_record(ended.native))
             except Exception:  # noqa: BLE001 - a stack may free what it handed over: then there is nothing to compare
                 continue
-            names = tuple(name for name in ("logprobs", "loss_mask", "routes") if not _equal(getattr(ended.rollout, name), getattr(now, name, None)))
+            names = tuple(
+                name for name in ("logprobs", "loss_mask", "routes") if not _equal(getattr(ended.rollout, name), getattr(now, name, None))
+            )
             if names:
                 self.later[ended.index] = names
 

@@ -1,0 +1,245 @@
+"""Conformance: runs a subject through the schedules of a profile, judges every trace, and reports.
+
+The small scope is exhausted first, then seeded random schedules follow, flavour by flavour. What fails is shrunk to a
+small case and written down as a trace that ``rollproof replay`` runs and judges again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rollproof.canary import try_canary
+from rollproof.case import Case
+from rollproof.checks import Check, CheckResult, Registry, Verdict, default_registry
+from rollproof.contract import Contract, KvPolicy
+from rollproof.errors import UsageError
+from rollproof.judge import Tally, judge_events
+from rollproof.probing import probe
+from rollproof.progress import Progress
+from rollproof.report import Canary, Report
+from rollproof.runner import run_case
+from rollproof.scenarios import Scenarios
+from rollproof.schedules import profile_named, random_cases, small_scope
+from rollproof.shrink import shrink
+from rollproof.subjects import SubjectFactory
+from rollproof.trace import PauseMode, Trace
+
+__all__ = ["Campaign", "cases_for", "merge_reports", "run_conformance"]
+
+
+def run_conformance(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    profile: str = "pr",
+    seed: int | None = None,
+    only: Iterable[str] = (),
+    checks: Iterable[Check] = (),
+    flavours: Iterable[str] | None = None,
+    cases: Iterable[Case] | None = None,
+    expected: Mapping[str, str] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    witness_dir: Path | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    canary: bool = True,
+) -> Report:
+    """Judge the subject that ``factory`` makes, and return the report.
+
+    ``only`` selects checks by id or family, ``checks`` adds some of your own, ``flavours`` restricts the engine flavours (default: all
+    whose conventions fit the subject's contract), ``cases`` replaces the profile's schedules. ``expected`` maps ids of
+    checks that are known to fail to the reason: they run without shrinking. Counterexamples go to ``witness_dir``.
+    Raises ``UsageError`` for an unknown profile, check or flavour and ``SubjectError`` for a subject that cannot be run.
+    """
+    start = time.perf_counter()
+    settings = profile_named(profile)
+    registry = default_registry().extended(checks)
+    campaign = Campaign(
+        factory=factory,
+        name=name or _name(factory),
+        profile=profile,
+        registry=registry.select(only) if (only := tuple(only)) else registry,
+        expected=dict(expected or {}),
+        witness_dir=witness_dir,
+        recipe=recipe,
+    )
+    used_seed = settings.seed_for(seed)
+    todo = list(cases) if cases is not None else list(cases_for(factory, profile=profile, seed=used_seed, flavours=flavours))
+    for i, case in enumerate(todo):
+        if progress is not None:
+            progress(Progress(done=i, total=len(todo), what=f"{campaign.name} on {case.flavour}"))
+        campaign.run(case)
+    results = campaign.conclude(progress)
+    return Report(
+        subject=campaign.name,
+        profile=profile,
+        seed=used_seed,
+        results=results,
+        exercised=dict(campaign.exercised),
+        canary=try_canary(campaign.clean, campaign.registry) if canary else None,
+        expected={check_id: reason for check_id, reason in campaign.expected.items() if check_id in campaign.registry.ids},
+        cases=campaign.tally.traces,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def cases_for(factory: SubjectFactory, *, profile: str, seed: int, flavours: Iterable[str] | None = None) -> Iterator[Case]:
+    """The schedules of a profile for the subject, flavour by flavour.
+
+    The subject is started once per flavour to ask for its contract. A contract with a model of its own fixes the size of
+    the coded model; one that follows the fleet is tried on many sizes.
+    """
+    settings = profile_named(profile)
+    found = probe(factory, flavours)
+    if not found:
+        raise UsageError(
+            "No engine flavour fits the subject's contract (rows, layer axis, dtype): name the ones that it speaks with `flavours`."
+        )
+    share = max(1, settings.random_cases // len(found)) if settings.random_cases else 0
+    for flavour, contract, model in found:
+        yield from (_honest(case, contract) for case in small_scope(flavour, contract, scope=settings.scope, model=model, seed=seed))
+        drawn = random_cases(seed, share, flavour=flavour, contract=contract, model=model)
+        yield from (_honest(case, contract) for case in drawn)
+
+
+def _honest(case: Case, contract: Contract) -> Case:
+    """A contract that recomputes the KV at an update is only held to syncs that let it: a flush, and not in place."""
+    if contract.kv_policy is KvPolicy.KEEP or (case.clear_cache and case.pause_mode is not PauseMode.IN_PLACE):
+        return case
+    mode = PauseMode.KEEP if case.pause_mode is PauseMode.IN_PLACE else case.pause_mode
+    return replace(case, clear_cache=True, pause_mode=mode)
+
+
+@dataclass
+class Campaign:
+    """Runs cases, adds up their judgements, remembers the first failing case of each check and clean traces for the canary."""
+
+    factory: SubjectFactory
+    name: str
+    profile: str
+    registry: Registry
+    expected: dict[str, str] = field(default_factory=dict)
+    witness_dir: Path | None = None
+    recipe: Mapping[str, Any] | None = None
+    tally: Tally = field(init=False)
+    exercised: Counter[str] = field(default_factory=Counter)
+    failing: dict[str, Case] = field(default_factory=dict)
+    clean: list[Trace] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tally = Tally(self.registry)
+
+    def run(self, case: Case) -> None:
+        """Run and judge one case."""
+        trace = self._trace(case)
+        one = Tally(self.registry)
+        scenarios = Scenarios()
+        for event in trace.events:
+            scenarios.event(event)
+        judge_events(trace.header, trace.events, one)
+        self.exercised.update(scenarios.counts)
+        for check_id in one.found():
+            self.failing.setdefault(check_id, case)
+        if not one.found():
+            self._keep(trace)
+        self.tally.add(one)
+
+    def conclude(self, progress: Callable[[Progress], None] | None = None) -> tuple[CheckResult, ...]:
+        """The verdicts, with the findings of the shrunk counterexamples in place of the first ones met."""
+        judgement = self.tally.judgement()
+        results = []
+        for result in judgement.results:
+            if result.verdict is Verdict.FAIL and result.id not in self.expected:
+                if progress is not None:
+                    progress(Progress(done=0, total=0, what=f"shrinking {result.id}"))
+                result = self._shrunk(result)
+            results.append(result)
+        return tuple(results)
+
+    def _shrunk(self, result: CheckResult) -> CheckResult:
+        alone = Registry([result.check])
+
+        def findings(case: Case) -> tuple[Trace, Tally]:
+            trace = self._trace(case)
+            tally = Tally(alone)
+            judge_events(trace.header, trace.events, tally)
+            return trace, tally
+
+        case = shrink(self.failing[result.id], lambda smaller: bool(findings(smaller)[1].found()))
+        trace, tally = findings(case)
+        shown = tally.judgement()[result.id].findings
+        witness = self._write(result.id, trace)
+        return replace(result, findings=tuple(replace(finding, witness=witness) for finding in shown))
+
+    def _write(self, check_id: str, trace: Trace) -> str | None:
+        if self.witness_dir is None:
+            return None
+        from rollproof.store import dump_trace
+
+        self.witness_dir.mkdir(parents=True, exist_ok=True)
+        path = self.witness_dir / f"{check_id}.json"
+        dump_trace(trace, path)
+        return str(path)
+
+    def _trace(self, case: Case) -> Trace:
+        return run_case(self.factory, case, name=self.name, profile=self.profile, recipe=self.recipe)
+
+    def _keep(self, trace: Trace) -> None:
+        """Keep the clean trace in which most happened: the canary needs something to plant its fault in."""
+        if not self.clean or len(trace.events) > len(self.clean[-1].events):
+            self.clean.append(trace)
+            del self.clean[:-4]
+
+
+def _name(factory: SubjectFactory) -> str:
+    return getattr(factory, "__qualname__", type(factory).__name__)
+
+
+def merge_reports(subject: str, reports: Iterable[Report]) -> Report:
+    """One report over several subjects: a check fails if it failed anywhere, and passes if it passed somewhere and failed nowhere."""
+    reports = list(reports)
+    if not reports:
+        raise UsageError("There is no report to merge.")
+    exercised: Counter[str] = Counter()
+    for report in reports:
+        exercised.update(report.exercised)
+    return Report(
+        subject=subject,
+        profile=reports[0].profile,
+        seed=reports[0].seed,
+        results=tuple(_merged([report.results[i] for report in reports]) for i in range(len(reports[0].results))),
+        exercised=dict(exercised),
+        canary=_weakest([report.canary for report in reports if report.canary is not None]),
+        expected={check_id: reason for report in reports for check_id, reason in report.expected.items()},
+        cases=sum(report.cases for report in reports),
+        seconds=sum(report.seconds for report in reports),
+        notes=tuple(note for report in reports for note in report.notes),
+    )
+
+
+_ORDER = (Verdict.FAIL, Verdict.PASS, Verdict.UNKNOWN, Verdict.NOT_APPLICABLE)
+
+
+def _merged(results: list[CheckResult]) -> CheckResult:
+    crashed = [result for result in results if result.verdict is Verdict.UNKNOWN and "crashed" in result.reason]
+    leading = min(crashed or results, key=lambda result: _ORDER.index(result.verdict))
+    if crashed:
+        leading = next((result for result in results if result.verdict is Verdict.FAIL), leading)
+    exercised: Counter[str] = Counter()
+    for result in results:
+        exercised.update(result.exercised)
+    return replace(
+        leading,
+        exercised=dict(exercised),
+        findings=tuple(finding for result in results for finding in result.findings)[:8],
+        found=sum(result.found for result in results),
+    )
+
+
+def _weakest(canaries: list[Canary]) -> Canary | None:
+    planted = [canary for canary in canaries if canary.planted is not None]
+    return min(planted, key=lambda canary: canary.red) if planted else (canaries[0] if canaries else None)
