@@ -1,7 +1,8 @@
 """Virtual clocks side by side: rollproof's loop and looptime's, on the same program.
 
 Prints one JSON line a clock: sleeps per second, whether 20 runs give the same order of events, what a deadlock does, and
-whether an executor's work stays on the loop's thread. Run: ``python benchmarks/clock.py`` (``pip install looptime``).
+whether an executor's work stays on the loop's thread. Run ``python benchmarks/clock.py`` in an environment of its own with
+looptime installed (its pytest plugin breaks sessions that lack pytest-asyncio).
 """
 
 from __future__ import annotations

@@ -1,0 +1,92 @@
+"""Contracts: complete or refused, with every problem named at once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from rollproof.contract import Contract, Filler, LayerAxis, Provenance, Rows
+from rollproof.errors import ContractError
+from tests.support.building import contract
+
+
+def test_plain_strings_become_enum_members() -> None:
+    """The strings of the documentation are accepted in place of enum members."""
+    made = contract(rows="T-1", provenance="latest-prefill")
+
+    assert Rows.FORWARDED is made.rows
+    assert Provenance.LATEST_PREFILL is made.provenance
+
+
+def test_json_round_trip() -> None:
+    """A contract survives its JSON form."""
+    made = contract(moe_layers=(1, 2), rows="T", final_row="arange", max_staleness=2, partial_off="dropped")
+
+    assert made == Contract.from_dict(json.loads(json.dumps(made.to_dict())))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rows": "T-2"}, r"rows='T-2' is not valid; choose one of \['T', 'T-1', 'captured-prefix', 'none'\]"),
+        ({"top_k": None}, "top_k must be declared when the subject returns routes"),
+        ({"top_k": 9}, "top_k=9 exceeds num_experts=8"),
+        ({"top_k": 2.0}, "top_k=2.0 must be a whole number >= 1"),
+        ({"top_k": True}, "top_k=True must be a whole number >= 1"),
+        ({"moe_layers": (2, 1)}, "must be ascending, distinct layer indexes below num_layers=3"),
+        ({"moe_layers": (0, 3)}, "must be ascending, distinct layer indexes below num_layers=3"),
+        ({"moe_layers": ()}, "at least one"),
+        ({"rows": "T"}, "final_row must be declared"),
+        ({"rows": "T", "final_row": "none"}, "rows='T' needs a final_row filler"),
+        ({"final_row": "zeros"}, "final_row=zeros contradicts rows=T-1"),
+        ({"dtype": "float32"}, r"dtype \['float32'\] is not an integer type"),
+        ({"max_staleness": -1}, "max_staleness=-1 must be a whole number >= 0"),
+        ({"abort_surfaces": "no"}, "abort_surfaces must be a bool, not 'no'"),
+        ({"resume": None}, "resume must be declared"),
+    ],
+)
+def test_problems_are_named(changes: dict[str, Any], problem: str) -> None:
+    """What is missing, ill-typed or contradictory is refused with the field and the valid values."""
+    with pytest.raises(ContractError, match=problem):
+        contract(**changes)
+
+
+def test_routes_fields_without_routes_contradict() -> None:
+    """A contract without rows may not declare route fields, so that nothing is checked by accident."""
+    with pytest.raises(ContractError, match="rows='none' contradicts the declared"):
+        contract(rows="none", top_k=2)
+
+
+def test_all_problems_come_at_once() -> None:
+    """A user fixes a contract in one edit, not in ten."""
+    with pytest.raises(ContractError) as caught:
+        contract(rows="x", resume="y", kv_policy="z")
+
+    assert 3 == str(caught.value).count("is not valid")
+
+
+@pytest.mark.parametrize("data", [{}, {"rows": "T-1"}, {"rows": "none", "colour": 1}])
+def test_from_dict_refuses_what_is_not_a_contract(data: dict[str, Any]) -> None:
+    """Missing and unknown keys are refused in our own words."""
+    with pytest.raises(ContractError):
+        Contract.from_dict(data)
+
+
+def test_columns_of_the_layer_axis() -> None:
+    """Under ``all`` a column is a layer, under ``moe`` the n-th MoE layer."""
+    dense_first = contract(num_layers=4, moe_layers=(1, 3))
+    compressed = contract(num_layers=4, moe_layers=(1, 3), layer_axis="moe")
+
+    assert (4, (1, 3), 3) == (dense_first.route_layers, dense_first.moe_columns, dense_first.layer_of_column(3))
+    assert (2, (0, 1), 3) == (compressed.route_layers, compressed.moe_columns, compressed.layer_of_column(1))
+    assert LayerAxis.MOE is compressed.layer_axis
+
+
+def test_no_routes_have_no_layers() -> None:
+    """Asking for the layer axis of routes that do not exist is an error, not a zero."""
+    with pytest.raises(ContractError, match="no layer axis"):
+        contract(rows="none").route_layers  # noqa: B018 - the property raises
+
+    assert Filler.NONE == "none"

@@ -1,0 +1,161 @@
+"""Judge: verdicts, their three values, and streaming."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollproof.checks import Check, Collector, Registry, Verdict, request_check, trace_check
+from rollproof.errors import UsageError
+from rollproof.judge import JudgeContext, Tally, judge, judge_events
+from rollproof.trace import Event
+from rollproof.view import RequestView
+from tests.support.building import TraceBuilder, contract
+
+
+def _check(judge_one: Any, **fields: Any) -> Check:
+    return request_check(fields.pop("id", "test.one"), promise="p", needs="n", exercised_by="things", **fields)(judge_one)
+
+
+def _trace(requests: int = 1) -> Any:
+    built = TraceBuilder(contract())
+    for i in range(requests):
+        built.submit(f"r{i}", prompt=(1, 2, i))
+        built.reply(built.call((1, 2, i), f"r{i}"), [5, 6])
+        built.result([5, 6], f"r{i}", prompt=(1, 2, i))
+    return built.trace()
+
+
+def test_exercised_and_silent_is_a_pass() -> None:
+    """A check that compared something and found nothing passes."""
+    result = judge(_trace(2), Registry([_check(lambda view, out: out.exercised("things"))])).results[0]
+
+    assert (Verdict.PASS, {"things": 2}) == (result.verdict, dict(result.exercised))
+
+
+def test_never_exercised_is_unknown() -> None:
+    """Silence alone is not a pass."""
+    result = judge(_trace(), Registry([_check(lambda view, out: None)])).results[0]
+
+    assert (Verdict.UNKNOWN, "not exercised: no things occurred") == (result.verdict, result.reason)
+
+
+def test_absent_data_is_unknown_with_its_reason() -> None:
+    """A check whose data is not in the trace says which."""
+    result = judge(_trace(), Registry([_check(lambda view, out: out.absent("no versions were shown"))])).results[0]
+
+    assert (Verdict.UNKNOWN, "no versions were shown") == (result.verdict, result.reason)
+
+
+def test_a_crashing_check_is_unknown_even_if_exercised() -> None:
+    """A check that crashes is never a pass, and the other checks go on."""
+
+    def crash(view: RequestView, out: Collector) -> None:
+        out.exercised("things")
+        raise KeyError("boom")
+
+    results = judge(_trace(), Registry([_check(crash), _check(lambda view, out: out.exercised("things"), id="test.two")])).results
+
+    assert [Verdict.UNKNOWN, Verdict.PASS] == [result.verdict for result in results]
+    assert "the check itself crashed: KeyError: 'boom'" == results[0].reason
+
+
+def test_a_finding_dominates_a_crash() -> None:
+    """What was found stays found when the check crashes later."""
+
+    def find_then_crash(view: RequestView, out: Collector) -> None:
+        if view.request.request_id == "r1":
+            raise ValueError
+        out.finding("t", expected="a", observed="b")
+
+    assert Verdict.FAIL is judge(_trace(2), Registry([_check(find_then_crash)])).results[0].verdict
+
+
+def test_a_contract_rules_checks_out() -> None:
+    """What does not apply is listed apart, with the contract's reason, and is not run."""
+
+    def never(view: RequestView, out: Collector) -> None:
+        raise AssertionError
+
+    result = judge(_trace(), Registry([_check(never, applies=lambda declared: "no rows")])).results[0]
+
+    assert (Verdict.NOT_APPLICABLE, "no rows") == (result.verdict, result.reason)
+
+
+def test_findings_are_counted_beyond_those_kept() -> None:
+    """A report stays short, and still says how much is wrong."""
+    result = judge(_trace(20), Registry([_check(lambda view, out: out.finding("t", expected="a", observed="b"))])).results[0]
+
+    assert (20, 8) == (result.found, len(result.findings))
+
+
+def test_undeclared_counters_are_refused() -> None:
+    """The registry's word on what exercises a check holds."""
+    with pytest.raises(UsageError, match="declares only"):
+        Collector(_check(lambda view, out: None)).exercised("other")
+
+
+def test_trace_checks_see_every_event_once_and_in_order() -> None:
+    """A trace check is fed the events of its trace, then finished."""
+    seen: list[int] = []
+
+    class Fold:
+        def __init__(self, context: JudgeContext) -> None:
+            self.count = 0
+
+        def event(self, event: Event, out: Collector) -> None:
+            seen.append(event.index)
+
+        def finish(self, out: Collector) -> None:
+            out.exercised("events", len(seen))
+
+    trace = _trace(2)
+    check = trace_check("test.fold", promise="p", needs="n", exercised_by="events")(Fold)
+    result = judge(trace, Registry([check])).results[0]
+
+    assert list(range(len(trace.events))) == seen
+    assert {"events": len(trace.events)} == dict(result.exercised)
+
+
+def test_memory_holds_open_requests_and_few_ended_ones() -> None:
+    """Views of ended requests are let go: neighbours are bounded."""
+    most = []
+    judge(_trace(100), Registry([_check(lambda view, out: most.append(len(view.neighbours)))]))
+
+    assert 16 == max(most)
+
+
+def test_requests_that_never_end_are_judged_without_a_result() -> None:
+    """A trace that stops early still shows its open requests to the checks."""
+    built = TraceBuilder(contract()).submit()
+    built.reply(built.call((1, 2)), [5], "abort")
+    seen: list[Any] = []
+    judge(built.trace(), Registry([_check(lambda view, out: seen.append((view.result, len(view.attempts))))]))
+
+    assert [(None, 1)] == seen
+
+
+def test_unknown_ids_are_answered_with_near_ones() -> None:
+    """A misspelt id lists what was probably meant, and the families."""
+    registry = Registry([_check(lambda view, out: None, id="routes.rows")])
+
+    with pytest.raises(UsageError, match=r"No check or family is named 'routes.row'. Did you mean routes.rows"):
+        registry.select(["routes.row"])
+
+
+def test_two_checks_may_not_share_an_id() -> None:
+    """Ids are what users write into files: they are unique."""
+    with pytest.raises(UsageError, match="Two checks have the id 'test.one'"):
+        Registry([_check(lambda view, out: None), _check(lambda view, out: None)])
+
+
+def test_tallies_add_up() -> None:
+    """Two tallies over one registry merge into the totals of both."""
+    registry = Registry([_check(lambda view, out: out.exercised("things"))])
+    total, part = Tally(registry), Tally(registry)
+    for tally in (total, part):
+        judge_events(_trace(3).header, _trace(3).events, tally)
+    total.add(part)
+
+    assert ({"things": 6}, 2) == (dict(total.judgement().results[0].exercised), total.traces)
