@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollproof.case import Model
 from rollproof.errors import CaseError, UsageError
-from rollproof.fakes.coded import CodedPolicy, mixed_key
+from rollproof.fakes.coded import CodedPolicy, VersionSpan, mixed_key
 from rollproof.fakes.decoding import Decoder, Source
 
 GRID = [
@@ -39,7 +39,7 @@ def test_equal_policies_give_equal_values(ids: list[int], version: int | str, se
     one.routes("something else", ids)
     assert one == other
     assert one.routes(version, ids).tobytes() == other.routes(version, tuple(ids)).tobytes()
-    assert one.logprobs(version, ids, 0).tolist() == other.logprobs(version, np.array(ids), 0).tolist()
+    assert one.logprobs(version, ids, 0).tolist() == other.logprobs(version, tuple(ids), 0).tolist()
     assert one.next_token(version, one.start_state(ids)) == other.next_token(version, other.start_state(ids))
 
 
@@ -81,7 +81,7 @@ def test_spans_are_pieces_of_pure_versions(ids: list[int], data: st.DataObject) 
     cut = data.draw(st.integers(0, n))
     start = data.draw(st.integers(0, n))
     stop = data.draw(st.integers(start, n))
-    spans = [(0, cut, 5), (cut, n, "six")]
+    spans: list[VersionSpan] = [(0, cut, 5), (cut, n, "six")]
     rows = np.concatenate([policy().routes(5, ids)[:cut], policy().routes("six", ids)[cut:]])[start:stop]
     logprobs = np.concatenate([policy().logprobs(5, ids, 0)[:cut], policy().logprobs("six", ids, 0)[cut:]])[start:stop]
     assert rows.tolist() == policy().routes_spans(spans, ids, start, stop).tolist()
