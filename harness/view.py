@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from rollproof.contract import Contract, Provenance
 from rollproof.oracle import Oracle
@@ -61,7 +62,8 @@ class RequestView:
     """One ended request: what was asked, which calls it made, what came back, what was handed over.
 
     ``neighbours`` are a bounded number of other requests of the same run, to find out whose values a stray one is.
-    ``stitched`` is the reference stitch; ``oracle`` is there where the trace is coded. Views are read-only to checks.
+    ``stitched`` is the reference stitch; ``oracle`` is there where the trace is coded. Views are read-only to checks, but
+    for ``memo``, where the checks of a family keep under its name what they share (nothing that refers to the view).
     """
 
     def __init__(self, submit: Submit, contract: Contract, history: History, oracle: Oracle | None, engine: Contract | None = None) -> None:
@@ -74,6 +76,7 @@ class RequestView:
         self.observations: list[Observation] = []
         self.results: list[Result] = []
         self.neighbours: Sequence[RequestView] = ()
+        self.memo: dict[str, Any] = {}
 
     @property
     def request(self) -> Request:
