@@ -171,6 +171,7 @@ class Judge:
                 self._close(view)
 
     def _close(self, view: RequestView) -> None:
+        view.settle()
         view.neighbours = [*self._ended, *(other for other in list(self.context.open.values())[:_NEIGHBOURS] if other is not view)]
         for check, collector in self._requests:
             assert check.request is not None

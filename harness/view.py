@@ -40,22 +40,47 @@ class History:
     """Weight updates so far, per server and in order, and what was published."""
 
     updates: list[Weights] = field(default_factory=list)
+    _read: int = 0
+    _labels: dict[Version, list[Version]] = field(default_factory=dict)
+    _unlabelled: set[Version] = field(default_factory=set)
+    _order: dict[Version, int] = field(default_factory=dict)
 
     @property
     def labels(self) -> frozenset[Version]:
         """Every label ever published."""
-        return frozenset(update.label for update in self.updates if update.label is not None)
+        return frozenset(self._known()._order)
 
     def label_of(self, version: Version) -> Version:
         """The label under which weights ``version`` were last published; ``None`` where they never were."""
-        for update in reversed(self.updates):
-            if update.version == version and update.label is not None:
-                return update.label
-        return None
+        labels = self.labels_of(version)
+        return labels[-1] if labels else None
+
+    def labels_of(self, version: Version) -> Sequence[Version]:
+        """Every label under which weights ``version`` were published, the latest last; more than one after a retag."""
+        return self._known()._labels.get(version, ())
+
+    def rank_of(self, label: Version) -> int | None:
+        """How many labels were published before ``label`` was for the first time; ``None`` where it never was."""
+        return self._known()._order.get(label)
 
     def unlabelled(self) -> frozenset[Version]:
         """Versions that were loaded without a label of their own (an update with ``None``)."""
-        return frozenset(update.version for update in self.updates if update.loaded and update.label is None)
+        return frozenset(self._known()._unlabelled)
+
+    def _known(self) -> History:
+        """Take in the updates that came since the last look."""
+        for update in self.updates[self._read :] if self._read < len(self.updates) else ():
+            if update.label is None:
+                if update.loaded:
+                    self._unlabelled.add(update.version)
+                continue
+            self._order.setdefault(update.label, len(self._order))
+            labels = self._labels.setdefault(update.version, [])
+            if update.label in labels:
+                labels.remove(update.label)
+            labels.append(update.label)
+        self._read = len(self.updates)
+        return self
 
 
 class RequestView:
@@ -93,6 +118,12 @@ class RequestView:
         """The sample that was handed over; ``None`` where there is none."""
         return self.result.rollout if self.result else None
 
+    def settle(self) -> None:
+        """Forget what was worked out from the view before its request ended (as a neighbour of another)."""
+        for name in ("stitched", "segments", "total_ids"):
+            self.__dict__.pop(name, None)
+        self.memo.clear()
+
     @cached_property
     def stitched(self) -> Stitched:
         """The rollout that the delivered replies make, under the contract's provenance."""
@@ -102,7 +133,7 @@ class RequestView:
         """As ``stitched``, under another provenance: to say which one a stack follows instead of the declared one."""
         return stitch(self.request.prompt_ids, self.attempts, self.observations, provenance)
 
-    @property
+    @cached_property
     def segments(self) -> list[Attempt]:
         """The attempts whose replies were received, in order of delivery."""
         got = [attempt for attempt in self.attempts if attempt.consumed is not None]
