@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollproof.campaign import run_conformance as run_conformance
     from rollproof.case import Action as Action
     from rollproof.case import ActionKind as ActionKind
     from rollproof.case import Case as Case
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from rollproof.contract import Contract as Contract
     from rollproof.errors import RollproofError as RollproofError
     from rollproof.errors import UsageError as UsageError
-    from rollproof.judge import judge as judge
+    from rollproof.recording import EngineCall as EngineCall
+    from rollproof.recording import record as record
     from rollproof.records import EngineOutput as EngineOutput
     from rollproof.records import FinishReason as FinishReason
     from rollproof.records import Request as Request
@@ -35,22 +37,58 @@ if TYPE_CHECKING:
     from rollproof.subjects import EngineSubject as EngineSubject
     from rollproof.subjects import ReplaySubject as ReplaySubject
     from rollproof.subjects import RolloutSubject as RolloutSubject
+    from rollproof.suites import RolloutConformance as RolloutConformance
+    from rollproof.suites import conformance as conformance
     from rollproof.trace import Trace as Trace
 
+# A name here must not be that of a submodule: importing the submodule would put the module in the name's place.
 _HOMES = {
+    "campaign": ("run_conformance",),
     "case": ("Action", "ActionKind", "Case", "Trigger"),
     "checks": ("Check", "CheckResult", "Collector", "Finding", "Verdict", "request_check", "trace_check"),
     "contract": ("Contract",),
     "errors": ("RollproofError", "UsageError"),
-    "judge": ("judge",),
+    "recording": ("EngineCall", "record"),
     "records": ("EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
     "report": ("Report",),
     "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
+    "suites": ("RolloutConformance", "conformance"),
     "trace": ("Trace",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME)
+__all__ = [
+    "Action",
+    "ActionKind",
+    "BatchSubject",
+    "Case",
+    "Check",
+    "CheckResult",
+    "Collector",
+    "Contract",
+    "EngineCall",
+    "EngineOutput",
+    "EngineSubject",
+    "Finding",
+    "FinishReason",
+    "ReplaySubject",
+    "Report",
+    "Request",
+    "Rollout",
+    "RolloutConformance",
+    "RolloutSubject",
+    "RollproofError",
+    "Span",
+    "Trace",
+    "Trigger",
+    "UsageError",
+    "Verdict",
+    "conformance",
+    "record",
+    "request_check",
+    "run_conformance",
+    "trace_check",
+]
 
 
 def __getattr__(name: str) -> Any:

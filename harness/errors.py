@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CaseError",
+    "ConformanceError",
     "ContractError",
     "ExpectationError",
     "RollproofError",
@@ -29,6 +30,10 @@ class ContractError(RollproofError, ValueError):
 
 class CaseError(RollproofError, ValueError):
     """A case (requests, actions, engine options) cannot be run as written."""
+
+
+class ConformanceError(RollproofError, AssertionError):
+    """A recorded run broke a promise; the text holds the findings."""
 
 
 class SubjectError(RollproofError, TypeError):

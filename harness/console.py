@@ -1,0 +1,173 @@
+"""Console: reports as lines of text, for the command line and for pytest's closing summary.
+
+Works on the JSON form of a report (schema 1), so that what a worker process hands over can be shown as it is.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeAlias
+
+__all__ = ["Line", "Style", "check_lines", "finding_lines", "report_lines", "summary_text", "text_of"]
+
+_WIDTH = 118
+_WHERE = ("request", "call", "segment", "position", "index", "layer", "version", "server")
+
+
+class Style(Enum):
+    """How a line looks: the style's name in rich, and the colours that pytest's terminal writer takes."""
+
+    PLAIN = ("", {})
+    TITLE = ("bold", {"bold": True})
+    GOOD = ("green", {"green": True})
+    BAD = ("bold red", {"red": True, "bold": True})
+    DOUBT = ("yellow", {"yellow": True})
+    FAINT = ("dim", {"light": True})
+
+    @property
+    def rich(self) -> str:
+        """Style of rich."""
+        return self.value[0]
+
+    @property
+    def markup(self) -> Mapping[str, bool]:
+        """Keyword arguments of pytest's ``TerminalReporter.write_line``."""
+        return self.value[1]
+
+
+Line: TypeAlias = "tuple[Style, str]"
+
+_VERDICTS: Mapping[str, tuple[str, Style]] = {
+    "pass": ("PASS", Style.GOOD),
+    "fail": ("FAIL", Style.BAD),
+    "unknown": ("UNKNOWN", Style.DOUBT),
+    "expected fail": ("EXPECTED FAIL", Style.DOUBT),
+    "not applicable": ("NOT APPLICABLE", Style.FAINT),
+}
+
+
+def report_lines(report: Mapping[str, Any], *, verbose: bool = False, findings: int = 3) -> Iterator[Line]:
+    """The whole report: head, failing checks with their first ``findings`` findings, unknown ones, what was exercised, canary.
+
+    ``verbose`` also lists the checks that passed and those that the contract rules out.
+    """
+    yield Style.TITLE, _head(report)
+    shown = ("fail", "expected fail", "unknown", "pass", "not applicable") if verbose else ("fail", "expected fail", "unknown")
+    for verdict in shown:
+        for check in report["checks"]:
+            if check["verdict"] == verdict:
+                yield from check_lines(check, findings=findings)
+    yield from _exercised(report["exercised"])
+    yield from _canary(report["canary"])
+    for note in report.get("notes", ()):
+        yield Style.DOUBT, f"  note: {note}"
+    yield _style_of(report), f"  {summary_text(report)}"
+
+
+def summary_text(report: Mapping[str, Any]) -> str:
+    """One line: how many checks came out how."""
+    summary = report["summary"]
+    parts = [
+        f"{summary['pass']} pass",
+        f"{summary['fail']} fail",
+        f"{summary['unknown']} unknown",
+        f"{summary['not_applicable']} not applicable",
+    ]
+    if summary["expected_fail"]:
+        parts.append(f"{summary['expected_fail']} expected to fail and did")
+    return f"{sum(summary.values())} checks: {', '.join(parts)}"
+
+
+def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line]:
+    """One check: verdict, id, reason; then its first findings."""
+    word, style = _VERDICTS[check["verdict"]]
+    told = "" if check["verdict"] in ("pass", "fail") else check["reason"]
+    times = sum(check["exercised"].values())
+    put = f" (put to the test {times:,} times)" if check["verdict"] == "pass" else ""
+    yield style, _wrapped(f"  {word}  {check['id']}{put}{': ' + told if told else ''}", "      ")
+    for number, finding in enumerate(check["findings"][:findings], 1):
+        yield from finding_lines(finding, number)
+    more = check.get("found", len(check["findings"])) - min(findings, len(check["findings"]))
+    if more > 0:
+        yield Style.FAINT, f"     ... and {more:,} more finding{'s' if more > 1 else ''} of this check"
+
+
+def finding_lines(finding: Mapping[str, Any], number: int = 1) -> Iterator[Line]:
+    """One finding: title, where, expected, observed, hint, and how to run its counterexample again."""
+    yield Style.TITLE, _wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
+    rows = [
+        ("where", _where(finding["where"])),
+        ("expected", finding["expected"]),
+        ("observed", finding["observed"]),
+        ("hint", finding["hint"]),
+        ("witness", f"rollproof replay {finding['witness']}" if finding["witness"] else ""),
+    ]
+    for name, value in rows:
+        if value:
+            yield Style.PLAIN, _wrapped(f"       {name:<9} {value}", " " * 17)
+
+
+def text_of(lines: Iterator[Line] | Sequence[Line]) -> str:
+    """The lines without their styles."""
+    return "\n".join(text for _, text in lines)
+
+
+def _head(report: Mapping[str, Any]) -> str:
+    facts = [f"profile {report['profile']}" if report["profile"] else "", f"seed {report['seed']}"]
+    if report.get("cases"):
+        facts.append(f"{report['cases']:,} case{'s' if report['cases'] > 1 else ''}")
+    if report.get("seconds"):
+        facts.append(f"{report['seconds']:.1f} s")
+    return f"{report['subject']}  [{', '.join(fact for fact in facts if fact)}]"
+
+
+def _style_of(report: Mapping[str, Any]) -> Style:
+    summary = report["summary"]
+    if summary["fail"]:
+        return Style.BAD
+    return Style.DOUBT if summary["unknown"] or not summary["pass"] else Style.GOOD
+
+
+def _exercised(counts: Mapping[str, int]) -> Iterator[Line]:
+    if not counts:
+        return
+    yield Style.TITLE, "  exercised"
+    for name, count in Counter(counts).most_common():
+        yield (Style.PLAIN if count else Style.DOUBT), f"    {name} {'.' * max(2, 60 - len(name))} {count:,}"
+
+
+def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
+    if not canary:
+        return
+    if canary["planted"] is None:
+        yield Style.DOUBT, _wrapped(f"  canary: not planted, {canary['reason'] or 'no trace was fit for it'}", "      ")
+    elif canary["red"]:
+        yield Style.GOOD, _wrapped(f"  canary: {canary['planted']}: caught by {canary['expected_by']}, as it must be", "      ")
+    else:
+        yield (
+            Style.BAD,
+            _wrapped(
+                f"  canary: {canary['planted']}: NOT caught by {canary['expected_by']}. A fault planted into this run's own trace stayed"
+                " unseen, so its other verdicts cannot be trusted; please report this with the JSON report.",
+                "      ",
+            ),
+        )
+
+
+def _where(where: Mapping[str, Any]) -> str:
+    order = [*(key for key in _WHERE if key in where), *(key for key in where if key not in _WHERE)]
+    return ", ".join(f"{key} {where[key]}" for key in order)
+
+
+def _wrapped(text: str, indent: str) -> str:
+    """Every line of ``text`` wrapped, continuation lines under ``indent``."""
+    lines = text.splitlines()
+    first = textwrap.fill(lines[0], _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    rest = [
+        textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        for line in lines[1:]
+    ]
+    return "\n".join([first, *rest])

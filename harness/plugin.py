@@ -1,0 +1,274 @@
+"""pytest plugin of rollproof: options, fixtures, hand-over between xdist workers, and the closing summary.
+
+PYTEST_DONT_REWRITE: every pytest session imports this module, also those that never use it, so it imports nothing
+beyond pytest and the standard library, and holds no assertion (budget: 10 ms and 5 modules; tests/doors/test_overhead.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+if TYPE_CHECKING:
+    from rollproof.recording import Recording
+
+__all__ = ["OPTIONS", "PROFILES", "STATE", "Option", "Settings", "State"]
+
+PROFILES = ("pr", "nightly", "soak")
+"""Names of the profiles; ``rollproof.schedules`` says what they run."""
+_UNKNOWN = ("fail", "skip")
+
+
+class Option(NamedTuple):
+    """One option: ``--rollproof-NAME`` on the command line and, unless ``ini`` is empty, the key ``rollproof_NAME`` in the ini file."""
+
+    name: str
+    help: str
+    metavar: str | None = None
+    ini: str = "string"
+    default: Any = None
+
+    @property
+    def flag(self) -> str:
+        """The spelling on the command line."""
+        return f"--rollproof-{self.name}"
+
+    @property
+    def dest(self) -> str:
+        """The ini key, also the attribute of pytest's namespace."""
+        return f"rollproof_{self.name.replace('-', '_')}"
+
+
+OPTIONS = (
+    Option("profile", f"how much is run: {', '.join(PROFILES)}", "NAME", default="pr"),
+    Option("seed", "seed of everything that is drawn, a whole number >= 0; default: what the profile says", "N"),
+    Option("only", "run only this check or family; may be repeated", "ID", "args", ()),
+    Option("report", "write the JSON report (schema 1) to this file", "FILE"),
+    Option("expected", "file of expected failures (TOML; see docs/options.md)", "FILE"),
+    Option("accept", "rewrite the file of expected failures so that it says what this session found", None, ""),
+    Option("unknown", "what an unknown verdict does to its item: fail (it never counts as passed) or skip", "fail|skip", default="fail"),
+    Option("require-gpu", "fail instead of skipping where the GPU suites find no GPU", None, "bool", False),
+)
+
+
+class Settings(NamedTuple):
+    """The values in force: command line before ini file before default. Paths are absolute."""
+
+    profile: str
+    seed: int | None
+    only: tuple[str, ...]
+    report: str | None
+    expected: str | None
+    accept: bool
+    unknown: str
+    require_gpu: bool
+
+
+@dataclass
+class State:
+    """What a session gathers.
+
+    ``fresh_seed`` is drawn by the controller for profiles without a seed of their own, so that all workers use one.
+    ``reports`` are JSON reports by key: two workers that ran one subject hand over one.
+    """
+
+    settings: Settings
+    given: bool
+    fresh_seed: int
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
+    closing: list[str] = field(default_factory=list)
+
+
+STATE = pytest.StashKey[State]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("rollproof", "rollproof: conformance of rollout stacks")
+    for option in OPTIONS:
+        kind: dict[str, Any] = {"action": "store_true"} if option.metavar is None else {"metavar": option.metavar}
+        if option.ini == "args":
+            kind["action"] = "append"
+        group.addoption(option.flag, dest=option.dest, default=None, help=option.help, **kind)
+        if option.ini:
+            parser.addini(option.dest, option.help, type=option.ini)  # type: ignore[arg-type]  # a Literal that mypy does not see through the table
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "rollproof(profile=None, seed=None): a conformance item; the arguments override the options of the same name."
+    )
+    given = [option for option in OPTIONS if _given(config, option)]
+    settings = _settings(config)
+    fresh = getattr(config, "workerinput", {}).get("rollproof_seed", int.from_bytes(os.urandom(3)))
+    config.stash[STATE] = State(settings=settings, given=bool(given), fresh_seed=fresh)
+    if settings.only:
+        from rollproof.checks import default_registry
+
+        default_registry().select(settings.only)
+    if settings.expected or settings.accept:
+        _check_expected(settings)
+
+
+def _given(config: pytest.Config, option: Option) -> bool:
+    return config.getoption(option.dest) not in (None, []) or bool(option.ini and config.getini(option.dest))
+
+
+def _value(config: pytest.Config, option: Option) -> Any:
+    value = config.getoption(option.dest)
+    if value in (None, []) and option.ini:
+        value = config.getini(option.dest)
+    return option.default if value in (None, [], "") else value
+
+
+def _settings(config: pytest.Config) -> Settings:
+    values = {option.name: _value(config, option) for option in OPTIONS}
+    _one_of("--rollproof-profile", values["profile"], PROFILES)
+    _one_of("--rollproof-unknown", values["unknown"], _UNKNOWN)
+    seed = values["seed"]
+    if seed is not None and not (seed.isascii() and seed.isdigit()):
+        raise pytest.UsageError(f"--rollproof-seed={seed!r} is not a whole number >= 0, such as 0 or 12345.")
+    return Settings(
+        profile=values["profile"],
+        seed=None if seed is None else int(seed),
+        only=tuple(values["only"]),
+        report=_path(config, "rollproof_report"),
+        expected=_path(config, "rollproof_expected"),
+        accept=bool(values["accept"]),
+        unknown=values["unknown"],
+        require_gpu=bool(values["require-gpu"]),
+    )
+
+
+def _one_of(flag: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise pytest.UsageError(f"{flag}={value!r} is not one of: {', '.join(valid)}.")
+
+
+def _path(config: pytest.Config, dest: str) -> str | None:
+    """Paths of the command line start from where pytest was called, those of the ini file from the root folder."""
+    if config.getoption(dest):
+        return str(config.invocation_params.dir / config.getoption(dest))
+    return str(config.rootpath / config.getini(dest)) if config.getini(dest) else None
+
+
+def _check_expected(settings: Settings) -> None:
+    from rollproof.errors import RollproofError
+    from rollproof.expected import ExpectedFailures
+
+    if settings.expected is None:
+        raise pytest.UsageError("--rollproof-accept rewrites the file of expected failures: say which one with --rollproof-expected=FILE.")
+    try:
+        ExpectedFailures.read(settings.expected, missing_ok=settings.accept)
+    except RollproofError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    state = config.stash.get(STATE, None)
+    if state is None or not (state.given or config.get_verbosity() > 0):
+        return None
+    used = ", ".join(f"{name}={value!r}" for name, value in state.settings._asdict().items() if value not in (None, False, ()))
+    return f"rollproof: {used}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if hasattr(metafunc.function, "_rollproof_suite"):
+        from rollproof.suites import parametrize
+
+        parametrize(metafunc)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    if hasattr(pyfuncitem.function, "_rollproof_suite"):
+        from rollproof.suites import run_item
+
+        run_item(pyfuncitem)
+
+
+def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
+    """An unknown verdict fails the session like a failure, but is listed as what it is."""
+    if report.when == "call" and report.failed and ["rollproof_verdict", "unknown"] in map(list, report.user_properties):
+        return "unknown", "U", "UNKNOWN"
+    return None
+
+
+@pytest.fixture(scope="session")
+def rollproof_profile(pytestconfig: pytest.Config) -> str:
+    """The profile in force: ``pr``, ``nightly`` or ``soak``."""
+    return pytestconfig.stash[STATE].settings.profile
+
+
+@pytest.fixture(scope="session")
+def rollproof_seed(pytestconfig: pytest.Config) -> int:
+    """The seed in force: the option, else the profile's own, else one drawn for this session."""
+    from rollproof.suites import seed_of
+
+    state = pytestconfig.stash[STATE]
+    return seed_of(state, state.settings.profile)
+
+
+@pytest.fixture
+def rollproof_record(request: pytest.FixtureRequest) -> Callable[..., Recording]:
+    """``rollproof.record`` whose verdicts also appear in the session's summary and report, under the test's own id."""
+    from rollproof.recording import record
+
+    state = request.config.stash[STATE]
+
+    def start(contract: Any, **options: Any) -> Recording:
+        def hand_over(report: Mapping[str, Any]) -> None:
+            state.reports[f"{request.node.nodeid}#{len(state.reports)}"] = dict(report)
+
+        return record(contract, **{"name": request.node.nodeid, "on_report": hand_over, **options})
+
+    return start
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand the controller's fresh seed to an xdist worker."""
+    node.workerinput["rollproof_seed"] = node.config.stash[STATE].fresh_seed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what an xdist worker hands over (``workeroutput`` is missing where it crashed)."""
+    handed = getattr(node, "workeroutput", {}).get("rollproof")
+    if handed:
+        node.config.stash[STATE].reports.update(json.loads(handed))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands its reports over; the controller alone writes files."""
+    state = session.config.stash.get(STATE, None)
+    if state is None:
+        return
+    if hasattr(session.config, "workerinput"):
+        if state.reports:
+            # As text: what to_dict holds need not be of the exact builtin types that execnet takes.
+            session.config.workeroutput["rollproof"] = json.dumps(state.reports)  # type: ignore[attr-defined]  # set by xdist in its workers
+    elif state.settings.report or state.settings.accept:
+        from rollproof.suites import write_files
+
+        state.closing = write_files(state)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    state = terminalreporter.config.stash.get(STATE, None)
+    if state is None or not (state.reports or state.closing):
+        return
+    from rollproof.console import report_lines
+
+    terminalreporter.section("rollproof")
+    verbose = terminalreporter.config.get_verbosity() > 0
+    for report in state.reports.values():
+        for style, text in report_lines(report, verbose=verbose, findings=1):
+            terminalreporter.write_line(text, **style.markup)
+    for line in state.closing:
+        terminalreporter.write_line(line)

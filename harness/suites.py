@@ -1,0 +1,331 @@
+"""Suites: the checks as pytest items, one item per check, over one run per subject.
+
+Three forms, same check ids: a decorated function, a subclass, and ``run_conformance`` (which needs no pytest).
+The plugin calls in here for functions that carry a suite; nothing runs while pytest collects.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from rollproof.campaign import run_conformance
+from rollproof.checks import CheckResult, Verdict, default_registry
+from rollproof.console import check_lines, text_of
+from rollproof.errors import RollproofError, UsageError
+from rollproof.expected import ExpectedFailures, Outcome
+from rollproof.files import write_atomically
+from rollproof.plugin import PROFILES, STATE, State
+from rollproof.report import Report
+from rollproof.schedules import profile_named
+from rollproof.subjects import SubjectFactory
+
+__all__ = ["RolloutConformance", "Suite", "conformance", "parametrize", "run_item", "seed_of", "write_files"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suite:
+    """A subject and how to run it; ``None`` means: as the session's options say."""
+
+    factory: SubjectFactory | None = None
+    name: str | None = None
+    profile: str | None = None
+    seed: int | None = None
+    only: tuple[str, ...] = ()
+    flavours: tuple[str, ...] | None = None
+    expected: Mapping[str, str] | None = None
+
+
+def conformance(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    profile: str | None = None,
+    seed: int | None = None,
+    only: Iterable[str] = (),
+    flavours: Iterable[str] | None = None,
+    expected: Mapping[str, str] | None = None,
+) -> Callable[[_F], _F]:
+    """Decorate a test function that takes ``check``: it becomes one pytest item per check.
+
+    ``factory`` makes a fresh subject: a class, or a function without arguments. The subject is run once per session; each
+    item fails, is skipped or goes on by the verdict of its check. The body runs after that, with the ``CheckResult`` as
+    ``check``, and may be a docstring alone; other fixtures may be asked for as usual::
+
+        @rollproof.conformance(MyStack)
+        def test_rollouts(check):
+            "Rollouts keep every promise of the contract."
+
+    ``profile``, ``seed`` and ``only`` win over the session's options; ``expected`` maps ids of checks that are known to fail
+    to the reason. Raises ``UsageError`` for a profile or check that does not exist and for an async function.
+    """
+    suite = Suite(
+        factory=factory,
+        name=name,
+        profile=profile,
+        seed=seed,
+        only=_checked(tuple(only)),
+        flavours=None if flavours is None else tuple(flavours),
+        expected=expected,
+    )
+    _check_profile(profile)
+    if not callable(factory):
+        raise UsageError(f"conformance() takes a factory, such as the subject's class, not {factory!r}: each case starts from a fresh one.")
+
+    def mark(function: _F) -> _F:
+        if inspect.iscoroutinefunction(function):
+            raise UsageError(
+                f"{function.__name__} must be a plain function: the subject, which may be async, runs on rollproof's own loop."
+            )
+        if "check" not in inspect.signature(function).parameters:
+            raise UsageError(f"{function.__name__} must take a parameter named `check`: it becomes one item per check.")
+        function._rollproof_suite = suite  # type: ignore[attr-defined]  # read by the plugin
+        return function
+
+    return mark
+
+
+class RolloutConformance:
+    """Base of a test class for one subject.
+
+    Set ``subject`` to a factory, or make it a method that returns a fresh subject::
+
+        class TestMyStack(rollproof.RolloutConformance):
+            subject = MyStack
+
+    ``profile``, ``seed``, ``only``, ``flavours`` and ``expected`` may be set too; they mean what they mean in
+    ``conformance``. The subclass must have a name that pytest collects (``Test...`` unless ``python_classes`` says otherwise).
+    """
+
+    subject: ClassVar[Any] = None
+    profile: ClassVar[str | None] = None
+    seed: ClassVar[int | None] = None
+    only: ClassVar[tuple[str, ...]] = ()
+    flavours: ClassVar[tuple[str, ...] | None] = None
+    expected: ClassVar[Mapping[str, str] | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_profile(cls.profile)
+        _checked(tuple(cls.only))
+        if "subject" in cls.__dict__ and not cls.__name__.startswith("Test"):
+            warnings.warn(
+                f"pytest does not collect {cls.__name__} unless `python_classes` matches it: name it Test{cls.__name__},"
+                " or nothing is tested.",
+                stacklevel=2,
+            )
+
+    def test_check(self, check: CheckResult) -> None:
+        """The subject keeps the promise of ``check``."""
+
+    test_check._rollproof_suite = Suite()  # type: ignore[attr-defined]  # read by the plugin; filled in from the class
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Make one item per check of a function that carries a suite (called by the plugin while pytest collects)."""
+    suite = _suite(metafunc.function, metafunc.cls)
+    if suite is None:
+        return
+    only = suite.only or metafunc.config.stash[STATE].settings.only
+    registry = default_registry()
+    ids = (registry.select(only) if only else registry).ids
+    marks = [pytest.mark.rollproof]
+    if metafunc.config.pluginmanager.hasplugin("xdist"):
+        # Under `--dist loadgroup` one worker takes all items of a subject, so that the subject is run once.
+        marks.append(pytest.mark.xdist_group(f"rollproof:{metafunc.definition.nodeid}"))
+    metafunc.parametrize("check", [pytest.param(check_id, id=check_id, marks=marks) for check_id in ids])
+
+
+def run_item(item: pytest.Function) -> None:
+    """Judge one item, and put the ``CheckResult`` in place of its id (called by the plugin before the body runs)."""
+    suite = _suite(item.function, item.cls)
+    if suite is None:
+        return
+    for mark in item.iter_markers("rollproof"):
+        suite = replace(suite, **mark.kwargs)
+    _check_profile(suite.profile)
+    state = item.config.stash[STATE]
+    report = _report(state, suite, item.config)
+    check_id = item.funcargs["check"]
+    result = next(result for result in report.results if result.id == check_id)
+    item.user_properties.append(("rollproof_verdict", str(result.verdict)))
+    _conclude(result, report, state)
+    item.funcargs["check"] = result
+
+
+def seed_of(state: State, profile: str) -> int:
+    """The seed that a run of ``profile`` uses in this session."""
+    own = profile_named(profile).seed
+    if state.settings.seed is not None:
+        return state.settings.seed
+    return state.fresh_seed if own is None else own
+
+
+def write_files(state: State) -> list[str]:
+    """Write the report and the file of expected failures, as the options ask; returns what to say about it."""
+    said = []
+    reports = list(state.reports.values())
+    if state.settings.report is not None:
+        if reports:
+            write_atomically(Path(state.settings.report), json.dumps(_joined(reports), indent=2, ensure_ascii=False) + "\n")
+        said.append(
+            f"report: {state.settings.report}" if reports else f"report: nothing was judged, {state.settings.report} was not written"
+        )
+    if state.settings.accept and state.settings.expected is not None:
+        listed = ExpectedFailures.read(state.settings.expected, missing_ok=True)
+        said += listed.accept(Outcome.of_report(report) for report in reports)
+    return said
+
+
+def _conclude(result: CheckResult, report: Report, state: State) -> None:
+    """End the item by its verdict, unless the check passed as it should."""
+    reason = report.expected.get(result.id)
+    if result.verdict is Verdict.FAIL:
+        if reason is not None:
+            pytest.xfail(reason)
+        pytest.fail(_told(result, report), pytrace=False)
+    if reason is not None and result.verdict is not Verdict.UNKNOWN and not state.settings.accept:
+        pytest.fail(
+            f"{result.id} is listed as an expected failure ({reason}), but its verdict is {result.verdict}: remove the entry,"
+            " or run with --rollproof-accept to have the file rewritten.",
+            pytrace=False,
+        )
+    if result.verdict is Verdict.NOT_APPLICABLE:
+        pytest.skip(f"not applicable: {result.reason}")
+    if result.verdict is Verdict.UNKNOWN:
+        if state.settings.unknown == "skip":
+            pytest.skip(f"unknown: {result.reason}")
+        pytest.fail(
+            f"unknown: {result.id} of {report.subject} was not decided: {result.reason}. An unknown verdict never counts as passed;"
+            " set rollproof_unknown = skip to skip such items.",
+            pytrace=False,
+        )
+
+
+def _told(result: CheckResult, report: Report) -> str:
+    data = next(check for check in report.to_dict()["checks"] if check["id"] == result.id)
+    return f"{result.check.promise}\n{report.subject} does not keep this promise:\n{text_of(check_lines(data))}"
+
+
+def _report(state: State, suite: Suite, config: pytest.Config) -> Report:
+    """The report of a suite: run when its first item asks for it, kept for the session."""
+    profile = suite.profile or state.settings.profile
+    seed = suite.seed if suite.seed is not None else seed_of(state, profile)
+    assert suite.factory is not None
+    name = suite.name or getattr(suite.factory, "__qualname__", type(suite.factory).__name__)
+    key = f"{getattr(suite.factory, '__module__', '')}:{name}:{profile}:{seed}:{suite.only}:{suite.flavours}"
+    if key not in state.cache:
+        state.cache[key] = _run(state, suite, name, profile, seed, config)
+        if isinstance(state.cache[key], Report):
+            state.reports[key] = state.cache[key].to_dict()
+    kept = state.cache[key]
+    if isinstance(kept, Report):
+        return kept
+    if key in state.told:
+        pytest.fail(f"{name} could not be run; the first item of this subject says why.", pytrace=False)
+    state.told.add(key)
+    pytest.fail(f"{name} could not be run: {type(kept).__name__}: {kept}", pytrace=False)
+
+
+def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config: pytest.Config) -> Report | RollproofError:
+    worker = getattr(config, "workerinput", {}).get("workerid", "")
+    listed = ExpectedFailures.read(state.settings.expected, missing_ok=state.settings.accept) if state.settings.expected else None
+    assert suite.factory is not None
+    try:
+        return run_conformance(
+            suite.factory,
+            name=name,
+            profile=profile,
+            seed=seed,
+            only=suite.only or state.settings.only,
+            flavours=suite.flavours,
+            expected={**(suite.expected or {}), **(listed.reasons(name) if listed else {})},
+            witness_dir=config.rootpath / ".rollproof" / worker / _folder(name),
+        )
+    except RollproofError as error:
+        return error
+
+
+def _suite(function: Any, cls: type | None) -> Suite | None:
+    """The suite of a function, completed from its class. Raises ``UsageError`` where a class has no subject."""
+    suite = getattr(function, "_rollproof_suite", None)
+    if not isinstance(suite, Suite) or suite.factory is not None:
+        return suite if isinstance(suite, Suite) else None
+    if cls is None or not issubclass(cls, RolloutConformance) or cls.subject is None:
+        raise pytest.UsageError(
+            f"{cls.__name__ if cls else function} must set `subject`: a factory, or a method that returns a fresh subject."
+        )
+    return Suite(
+        factory=_factory(cls),
+        name=cls.__name__,
+        profile=cls.profile,
+        seed=cls.seed,
+        only=tuple(cls.only),
+        flavours=cls.flavours,
+        expected=cls.expected,
+    )
+
+
+def _factory(cls: type[RolloutConformance]) -> SubjectFactory:
+    """The class attribute as a factory: a plain function with a parameter is a method, and made on a fresh test object."""
+    raw = inspect.getattr_static(cls, "subject")
+    if inspect.isfunction(raw) and inspect.signature(raw).parameters:
+        return lambda: getattr(cls(), "subject")()  # noqa: B009 - the attribute is a ClassVar to the type checkers, a method here
+    made: SubjectFactory = raw.__get__(None, cls) if isinstance(raw, staticmethod | classmethod) else raw
+    return made
+
+
+def _check_profile(profile: str | None) -> None:
+    if profile is not None and profile not in PROFILES:
+        raise UsageError(f"No profile is named {profile!r}; choose one of {list(PROFILES)}.")
+
+
+def _checked(only: tuple[str, ...]) -> tuple[str, ...]:
+    if only:
+        default_registry().select(only)
+    return only
+
+
+def _folder(name: str) -> str:
+    return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)
+
+
+def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One JSON report: that of the only subject, or the worst verdict of each check over all, with each subject's below ``reports``."""
+    if len(reports) == 1:
+        return reports[0]
+    order = ("fail", "unknown", "expected fail", "pass", "not applicable")
+    checks: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for check in report["checks"]:
+            known = checks.setdefault(check["id"], check)
+            if order.index(check["verdict"]) < order.index(known["verdict"]):
+                checks[check["id"]] = check
+    counts = {verdict: sum(check["verdict"] == verdict for check in checks.values()) for verdict in order}
+    exercised: dict[str, int] = {}
+    for report in reports:
+        for name, count in report["exercised"].items():
+            exercised[name] = exercised.get(name, 0) + count
+    return {
+        **reports[0],
+        "subject": ", ".join(report["subject"] for report in reports),
+        "summary": {
+            verdict.replace("not applicable", "not_applicable").replace("expected fail", "expected_fail"): n
+            for verdict, n in counts.items()
+        },
+        "checks": list(checks.values()),
+        "exercised": exercised,
+        "canary": min((report["canary"] for report in reports if report["canary"]), key=lambda canary: canary["red"], default={}),
+        "cases": sum(report.get("cases", 0) for report in reports),
+        "seconds": sum(report.get("seconds", 0) for report in reports),
+        "reports": reports,
+    }
