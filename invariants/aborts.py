@@ -1,0 +1,373 @@
+"""Aborts: whom they hit, what they return, and what becomes of the sample (family ``lifecycle``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollproof.checks import Check, Collector, trace_check
+from rollproof.contract import Contract, PartialOff, ResumeBy
+from rollproof.invariants.fold import Ending, Fold, case_option
+from rollproof.records import FinishReason
+from rollproof.trace import Abort, Call, Fault, Pause, PauseMode, Reply, Result, Resume, Submit, Weights
+from rollproof.view import Attempt, RequestView
+
+if TYPE_CHECKING:
+    from rollproof.judge import JudgeContext
+
+__all__ = ["CHECKS", "no_partial_flag"]
+
+
+@dataclass(slots=True)
+class _Flying:
+    """A call in flight. ``caused``: something that aborts calls reached it; ``near``: an abort of another call that may have."""
+
+    request: str
+    server: str
+    caused: bool = False
+    near: Abort | None = None
+
+
+class _HitsTarget(Fold):
+    """An id means a request, a call or a group of requests; ids of the stack's own making must hit one request at most."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._groups: dict[str, str | None] = {}
+        self._flying: dict[int, _Flying] = {}
+        self._paused: set[str] = set()
+        self._suspects: dict[str, list[tuple[int, Abort]]] = {}
+
+    def on_submit(self, event: Submit, out: Collector) -> None:
+        self._groups[event.request.request_id] = event.request.group
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        self._groups.pop(event.request_id, None)
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        self._flying[event.call_id] = _Flying(event.request_id, event.server_id, caused=event.server_id in self._paused)
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._paused.add(event.server_id)
+        self._suspects.pop(event.server_id, None)
+        if event.mode is PauseMode.ABORT:
+            self._excuse(event.server_id)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._paused.discard(event.server_id)
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        self._suspects.pop(event.server_id, None)
+        self._excuse(event.server_id)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.call_id in self._flying:
+            self._flying[event.call_id].caused = True
+        elif event.server_id is not None:
+            self._excuse(event.server_id)
+
+    def _excuse(self, server: str) -> None:
+        for call in self._flying.values():
+            if call.server == server:
+                call.caused = True
+
+    def on_abort(self, event: Abort, out: Collector) -> None:
+        if event.wanted == "*":
+            self._excuse(event.server_id)
+            return
+        hit = {call_id: self._flying[call_id].request for call_id in event.call_ids if call_id in self._flying}
+        if hit:
+            out.exercised("aborts of one id")
+        for call_id, call in self._flying.items():
+            if call_id in hit:
+                call.caused = True
+            elif call.server == event.server_id and not call.caused:
+                call.near = event
+        wrong = self._strangers(event.wanted, hit)
+        if wrong:
+            out.finding(
+                "an abort hit a call that it did not name",
+                expected=f"only calls of {event.wanted!r} end" if event.wanted else "an empty id aborts nothing",
+                observed=f"call{'s' if len(wrong) > 1 else ''} {', '.join(f'{call} of request {hit[call]!r}' for call in wrong)} ended too",
+                where={"request": hit[wrong[0]], "call": wrong[0], "server": event.server_id, "index": event.index},
+                hint="Ids are matched by prefix: '1' aborts '10', an empty id everything (sglang #25561). Make ids prefix-free.",
+            )
+
+    def _strangers(self, wanted: str, hit: Mapping[int, str]) -> list[int]:
+        """The calls of ``hit`` that are not meant by ``wanted``; where nobody knows the id, those beyond the first request or group."""
+        strange = [call for call, request in hit.items() if wanted not in (request, str(call), self._groups.get(request))]
+        if not wanted or len(strange) < len(hit) or wanted in self._groups:
+            return strange
+        first = next(iter(hit.values()), "")
+        family = self._groups.get(first)
+        return [call for call, request in hit.items() if request != first and (family is None or self._groups.get(request) != family)]
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        call = self._flying.pop(event.call_id, None)
+        if call is not None and call.near is not None and not call.caused and event.output.finish_reason is FinishReason.ABORT:
+            self._suspects.setdefault(call.server, []).append((event.call_id, call.near))
+
+    def finish(self, out: Collector) -> None:
+        """Report the collateral calls that no later pause or load of their server explains."""
+        for server, suspects in self._suspects.items():
+            for call_id, abort in suspects:
+                out.finding(
+                    "a call ended as aborted although only another one was",
+                    expected=f"the abort of {abort.wanted!r} at event {abort.index} ends only its own calls",
+                    observed=f"call {call_id} ended with finish reason abort, and nothing else aborted it",
+                    where={"call": call_id, "server": server, "index": abort.index},
+                    hint="Ids are matched by prefix (sglang #25561), or the abort reached the whole batch.",
+                )
+
+
+_hits_target = trace_check(
+    "lifecycle.abort-hits-target",
+    promise="An abort of one id ends the calls of that id and no others.",
+    needs="Abort events that name an id, with calls in flight",
+    exercised_by="aborts of one id",
+)(_HitsTarget)
+
+
+class _KeepsTokens(Fold):
+    """Compares the aborted reply with the last progress known of the call, and with what the engine really sampled."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._progress: dict[int, int] = {}
+
+    def _note(self, progress: Mapping[int, int] | None) -> None:
+        self._progress.update((call, count) for call, count in (progress or {}).items() if count is not None)
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._note(event.progress)
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        self._note(event.progress)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._note(event.progress)
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        known = self._progress.pop(event.call_id, None)
+        if event.duplicate or event.output.finish_reason is not FinishReason.ABORT:
+            return
+        true = max((span.end for span in event.true_tokens), default=0) if event.true_tokens is not None else None
+        if known is None and true is None:
+            return
+        out.exercised("aborted calls with known progress")
+        sampled = max(known or 0, true or 0)
+        returned = len(event.output.token_ids)
+        if returned < sampled:
+            out.finding(
+                "an aborted call lost tokens that it had sampled",
+                expected=f"at least {sampled} tokens",
+                observed=f"{returned} tokens",
+                where={"call": event.call_id, "index": event.index},
+                hint="A call aborted in the waiting queue (after a retraction) must return what it had (sglang #11673, vLLM #22197).",
+            )
+
+
+_keeps_tokens = trace_check(
+    "lifecycle.abort-keeps-tokens",
+    promise="An aborted call returns every token that it had sampled.",
+    needs="progress of the call at a Pause, Weights or Resume event, or its true_tokens",
+    exercised_by="aborted calls with known progress",
+)(_KeepsTokens)
+
+
+class _AbortEnds(Ending):
+    """A call on a server that is paused, dead or concerned by a fault is excused."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._flying: dict[int, str] = {}
+        self._aborted: dict[int, Abort] = {}
+        self._paused: set[str] = set()
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        self._flying[event.call_id] = event.server_id
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._paused.add(event.server_id)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._paused.discard(event.server_id)
+
+    def on_abort(self, event: Abort, out: Collector) -> None:
+        self._aborted.update((call_id, event) for call_id in event.call_ids if call_id in self._flying)
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        self._flying.pop(event.call_id, None)
+        if self._aborted.pop(event.call_id, None) is not None:
+            out.exercised("calls aborted")
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        for call_id in [
+            c for c, server in self._flying.items() if c == event.call_id or (event.what == "death" and server == event.server_id)
+        ]:
+            self._flying.pop(call_id)
+            self._aborted.pop(call_id, None)
+
+    def finish(self, out: Collector) -> None:
+        for call_id, abort in self._aborted.items():
+            if abort.server_id in self._paused:
+                continue
+            if not self.complete and not self.hung:
+                out.absent("the trace ends after an abort, and may have been cut there")
+                continue
+            out.finding(
+                "an aborted call never ended",
+                expected=f"a reply to call {call_id}, which the abort of {abort.wanted!r} at event {abort.index} hit",
+                observed="none until the end of the trace",
+                where={"call": call_id, "server": abort.server_id, "index": abort.index},
+                hint="The engine dropped the request without an answer (tpu-inference #3362), so its caller waits.",
+            )
+
+
+_abort_ends = trace_check(
+    "lifecycle.abort-ends-call",
+    promise="An aborted call ends: its caller gets an answer, and nothing is left running.",
+    needs="Abort events that hit calls, in a trace that runs to its end or hangs",
+    exercised_by="calls aborted",
+)(_AbortEnds)
+
+
+def _surfaces(contract: Contract) -> str | None:
+    if contract.abort_surfaces:
+        return "the contract lets callers see aborts"
+    return "nobody resumes aborted samples (resume='none')" if contract.resume is ResumeBy.NONE else None
+
+
+class _NotSurfaced(Fold):
+    """Neither as finish reason ``abort`` nor as a fragment that is handed over as finished."""
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        view = self.context.open.get(event.request_id)
+        if view is None or event.rollout is None or case_option(self.context, "partial") is False:
+            return
+        segments = view.segments
+        if not any(_is_abort(attempt) for attempt in segments):
+            return
+        out.exercised("samples that were aborted")
+        if _used_up(view, segments) or self._broke(view) or self._ends_with_eos(segments[-1]):
+            return
+        if event.rollout.finish_reason is FinishReason.ABORT:
+            title, observed = "an abort reached the caller", "finish reason abort"
+        elif _is_abort(segments[-1]):
+            title = "an aborted fragment was handed over as finished"
+            observed = f"finish reason {event.rollout.finish_reason}, although its last call was aborted and budget is left"
+        else:
+            return
+        out.finding(
+            title,
+            expected="the sample is resumed until an engine ends it (abort_surfaces=False)",
+            observed=f"{observed}, {len(event.rollout.response_ids)} tokens after {len(segments)} calls",
+            where=view.where(segment=len(segments) - 1, index=event.index),
+            hint="The trainer would learn from a fragment as from a whole answer. A cap on retries must not turn an abort into `length` "
+            "(AReaL InfBridge).",
+        )
+
+    def _broke(self, view: RequestView) -> bool:
+        """Whether something else than the abort ended the sample: a call without a received answer."""
+        return any(attempt.consumed is None for attempt in view.attempts[view.segments[-1].number :])
+
+    def _ends_with_eos(self, attempt: Attempt) -> bool:
+        """On an abort that hit the end-of-sequence token, ending and resuming are both defensible."""
+        eos = (self.context.header.coding or {}).get("eos")
+        tokens = attempt.consumed.output.token_ids if attempt.consumed else ()
+        return eos is not None and bool(tokens) and tokens[-1] == eos
+
+
+_not_surfaced = trace_check(
+    "lifecycle.aborts-do-not-surface",
+    promise="With partial rollout on, an aborted sample is resumed until it ends: no caller sees an abort.",
+    needs="aborted replies",
+    exercised_by="samples that were aborted",
+    applies=_surfaces,
+)(_NotSurfaced)
+
+
+def no_partial_flag(contract: Contract) -> str | None:
+    """Why the partial-rollout flag cannot be judged under ``contract``; ``None`` where it can."""
+    if contract.partial_off is None:
+        return "the contract declares no way to turn partial rollout off (partial_off)"
+    return (
+        None if contract.resume is ResumeBy.CLIENT else f"partial rollout is the client's, and the contract says resume='{contract.resume}'"
+    )
+
+
+class _PartialOff(Fold):
+    """Sending a call again that was aborted before its first token is a retry, not a partial rollout."""
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        if case_option(self.context, "partial") is not False:
+            return
+        view = self.context.open.get(event.request_id)
+        segments = view.segments if view is not None else []
+        aborted = next(
+            (attempt for attempt in segments if _is_abort(attempt) and attempt.consumed and attempt.consumed.output.token_ids), None
+        )
+        if view is None or aborted is None or _used_up(view, segments):
+            return
+        out.exercised("samples aborted with partial rollout off")
+        again = _next_in_turn(view, aborted)
+        declared = self.context.contract.partial_off
+        if again is not None:
+            title, observed = "an aborted sample was resumed although partial rollout is off", f"call {again.call.call_id} continues it"
+        elif declared is PartialOff.DROPPED and event.rollout is not None:
+            title, observed = (
+                "an aborted sample was handed over although partial rollout is off",
+                f"a rollout, finish reason {event.rollout.finish_reason}",
+            )
+        elif declared is PartialOff.SURFACED and event.rollout is None and event.error is None:
+            title, observed = "an aborted sample vanished with partial rollout off", "nothing was handed over"
+        else:
+            return
+        out.finding(
+            title,
+            expected=f"call {aborted.call.call_id} was aborted: the sample is {declared} (partial_off)",
+            observed=observed,
+            where=view.where(call=aborted.call.call_id, index=event.index),
+            hint="The flag is read in one of two code paths (verl #6882, slime #2092).",
+        )
+
+
+_partial_off = trace_check(
+    "lifecycle.partial-off-honoured",
+    promise="With partial rollout off, a sample aborted after its first token is not resumed: it is dropped or surfaced as declared.",
+    needs="a case with partial=False, and aborted replies with tokens",
+    exercised_by="samples aborted with partial rollout off",
+    applies=no_partial_flag,
+)(_PartialOff)
+
+
+def _is_abort(attempt: Attempt) -> bool:
+    return attempt.consumed is not None and attempt.consumed.output.finish_reason is FinishReason.ABORT
+
+
+def _used_up(view: RequestView, segments: list[Attempt]) -> bool:
+    """Whether the received tokens use up the budget: then an abort of the last call ends nothing early."""
+    budget = view.request.budget
+    got = sum(len(attempt.consumed.output.token_ids) for attempt in segments if attempt.consumed)
+    return budget is not None and got >= budget
+
+
+def _next_in_turn(view: RequestView, aborted: Attempt) -> Attempt | None:
+    """The next call of the same turn; ``None`` where there is none, or the environment spoke before it."""
+    for attempt in view.attempts[aborted.number + 1 :]:
+        reply = aborted.consumed
+        if reply is not None and attempt.call.index > reply.index:
+            spoke = any(reply.index < item.index < attempt.call.index for item in view.observations)
+            return None if spoke else attempt
+    return None
+
+
+CHECKS: tuple[Check, ...] = (
+    _hits_target,
+    _keeps_tokens,
+    _abort_ends,
+    _not_surfaced,
+    _partial_off,
+)
+"""The checks of this module, in the order of a report."""
