@@ -1,0 +1,280 @@
+"""Route strays: where the wrong rows of a sample come from.
+
+The rows that are not what the engine returned are held against every other thing that they could be: filler, the same
+row cast to a narrower type, the same position in another call's reply or under other weights, another layer's column,
+another position, another request. What explains most of them wins, so that one fault has one name even where a few
+rows fit another explanation by chance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.contract import Filler
+from rollproof.invariants import route_evidence
+from rollproof.invariants.route_evidence import BoolArray, RouteEvidence, is_filler
+from rollproof.records import IntArray, Version, spread
+
+if TYPE_CHECKING:
+    from rollproof.trace import Reply
+    from rollproof.view import RequestView
+
+__all__ = ["Stray", "StrayGroup", "group_of", "groups", "row_version"]
+
+_MOST = 2048
+"""Wrong rows that are looked at; a sample with more of them is as broken with the first ones."""
+_MEMO = "route strays"
+Positions: TypeAlias = "npt.NDArray[np.int64]"
+
+
+class Stray(StrEnum):
+    """What a wrong row turned out to be."""
+
+    FILLER = "filler"
+    WRAPPED = "wrapped"
+    PROVENANCE = "provenance"
+    LAYER = "layer"
+    POSITION = "position"
+    REQUEST = "request"
+    VALUES = "values"
+    """Nothing known, and its ids are no choice of a router (equal ones in a cell, or out of range)."""
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StrayGroup:
+    """Wrong rows with one explanation.
+
+    ``positions`` are the rows that it explains, ``others`` wrong rows of the same sample that it does not. ``layers`` is
+    the number of MoE layers in which the rows are wrong (the most of any row). ``source`` says in words where they come
+    from; the other fields where that has a number.
+    """
+
+    kind: Stray
+    positions: Positions
+    layers: int
+    source: str = ""
+    others: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    attempt: int | None = None
+    version: Version = None
+    shift: int | None = None
+    request: str | None = None
+    kind_of_filler: Filler | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Wrong:
+    """The wrong rows: ``(m,)`` positions, ``(m, moe_layers, top_k)`` delivered and expected, ``(m, moe_layers)`` what differs."""
+
+    positions: Positions
+    got: IntArray
+    want: IntArray
+    differ: BoolArray
+
+    def fits(self, other: IntArray) -> BoolArray:
+        """Rows whose wrong columns are those of ``other``."""
+        return np.asarray(((self.got == other).all(axis=2) | ~self.differ).all(axis=1))
+
+
+_Guess: TypeAlias = "tuple[BoolArray, dict[str, object]]"
+
+
+def groups(view: RequestView) -> tuple[StrayGroup, ...]:
+    """The wrong rows of the sample by explanation; empty where there are none."""
+    found: tuple[StrayGroup, ...] | None = view.memo.get(_MEMO)
+    if found is None:
+        evidence = route_evidence.of(view)
+        found = view.memo[_MEMO] = _explain(view, evidence) if len(evidence.mismatched) else ()
+    return found
+
+
+def group_of(view: RequestView, kind: Stray) -> StrayGroup | None:
+    """The group of one explanation, if the sample has it."""
+    return next((group for group in groups(view) if group.kind is kind), None)
+
+
+def row_version(reply: Reply, position: int) -> Version:
+    """The version of the forward that computed the row of absolute ``position``: the true one, else the one that the engine showed."""
+    if reply.true_rows is not None:
+        return spread(reply.true_rows, position + 1)[position]
+    return reply.output.version
+
+
+def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[StrayGroup, ...]:
+    positions = evidence.mismatched[:_MOST]
+    assert evidence.routes is not None
+    got = evidence.routes[positions - evidence.start][:, evidence.columns].astype(np.int64)
+    want = evidence.expected(positions).astype(np.int64)
+    wrong = _Wrong(positions, got, want, (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2))
+    guesses = [(kind, fits, more) for kind, guess in _GUESSES for fits, more in guess(view, evidence, wrong) if fits.any()]
+    left = np.ones(len(positions), dtype=bool)
+    out: list[StrayGroup] = []
+    while left.any():
+        best = max(guesses, key=lambda guess: int((guess[1] & left).sum()), default=None)
+        if best is None or not (best[1] & left).any():
+            out += _unexplained(evidence, wrong, left)
+            break
+        kind, fits, more = best
+        mine = fits & left
+        left &= ~mine
+        rest = left.copy() if left.sum() <= mine.sum() and not _explained(guesses, left) else np.zeros_like(left)
+        left &= ~rest
+        out.append(
+            StrayGroup(
+                kind=kind, positions=positions[mine], layers=int(wrong.differ[mine].sum(axis=1).max()), others=positions[rest], **more
+            )  # type: ignore[arg-type]
+        )
+        guesses = [guess for guess in guesses if guess[0] is not kind]
+    return tuple(out)
+
+
+def _explained(guesses: list[tuple[Stray, BoolArray, dict[str, object]]], left: BoolArray) -> bool:
+    """Whether another guess explains more than an edge of what is left."""
+    return any(int((fits & left).sum()) > 2 for _, fits, _ in guesses)
+
+
+def _unexplained(evidence: RouteEvidence, wrong: _Wrong, left: BoolArray) -> list[StrayGroup]:
+    """Split what nothing explains into rows whose values cannot be a choice, and the rest."""
+    experts = evidence.contract.num_experts or 0
+    sorted_cells = np.sort(wrong.got, axis=2)
+    twice = (sorted_cells[..., 1:] == sorted_cells[..., :-1]).any(axis=(1, 2))
+    impossible = left & (twice | ((wrong.got < 0) | (wrong.got >= experts)).any(axis=(1, 2)))
+    out = []
+    for kind, mine in ((Stray.VALUES, impossible), (Stray.UNKNOWN, left & ~impossible)):
+        if mine.any():
+            out.append(StrayGroup(kind=kind, positions=wrong.positions[mine], layers=int(wrong.differ[mine].sum(axis=1).max())))
+    return out
+
+
+def _filler(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
+    assert evidence.routes is not None
+    blank = np.where(wrong.differ[..., None], wrong.got, -2)
+    for kind in (Filler.ZEROS, Filler.MINUS_ONE, Filler.ARANGE):
+        fits = np.zeros(len(blank), dtype=bool)
+        for i, row in enumerate(blank):
+            cells = row[wrong.differ[i]][None].astype(evidence.routes.dtype)
+            fits[i] = is_filler(cells, kind, evidence.contract.num_experts or 1)[0]
+        yield fits, {"kind_of_filler": kind, "source": f"{kind} filler"}
+
+
+def _wrapped(_view: RequestView, _evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
+    for name in ("uint8", "int8", "uint16", "int16"):
+        cast = wrong.want.astype(name).astype(np.int64)
+        if (cast != wrong.want).any():
+            yield wrong.fits(cast), {"source": name}
+
+
+def _provenance(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
+    """The same positions in other replies, then under weights that no reply used."""
+    for attempt in view.attempts:
+        for reply in attempt.replies:
+            routes = reply.output.routes
+            if routes is None or not len(routes):
+                continue
+            at = wrong.positions - reply.output.routes_start
+            inside = (at >= 0) & (at < len(routes))
+            if not inside.any() or evidence.cells(routes).shape[1:] != wrong.want.shape[1:]:
+                continue
+            fits = np.zeros(len(at), dtype=bool)
+            rows = evidence.cells(routes[np.clip(at, 0, len(routes) - 1)])
+            fits[inside] = wrong.fits(rows)[inside]
+            if fits.any():
+                first = int(wrong.positions[fits][0])
+                yield fits, {"attempt": attempt.number, "version": row_version(reply, first), "source": f"call {attempt.number}"}
+    if view.oracle is not None:
+        moe = list(evidence.contract.moe_layers or ())
+        for version in list(dict.fromkeys(update.version for update in view.history.updates))[-8:]:
+            rows = view.oracle.routes(version, view.total_ids)[wrong.positions][:, moe]
+            yield wrong.fits(rows), {"version": version, "source": f"weights {version}"}
+
+
+def _layer(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
+    """Columns that hold another layer's choice: all shifted alike, or mapped any way."""
+    count = wrong.got.shape[1]
+    for shift in [s for d in range(1, min(count, 9)) for s in (d, -d)]:
+        low, high = max(0, -shift), min(count, count - shift)
+        if high - low < (count + 1) // 2:
+            continue
+        same = (wrong.got[:, low:high] == wrong.want[:, low + shift : high + shift]).all(axis=(1, 2))
+        yield same & wrong.differ[:, low:high].any(axis=1), {"shift": shift, "source": f"shifted by {shift:+d}"}
+    columns = np.flatnonzero(wrong.differ.any(axis=0))
+    sources = [_source_column(wrong, int(column)) for column in columns]
+    if len(columns) > 1 and all(source is not None for source in sources):
+        pairs = ", ".join(
+            f"layer {_layer_name(evidence, int(column))} holds layer {_layer_name(evidence, int(source))}"
+            for column, source in zip(columns[:4], sources, strict=False)
+            if source is not None
+        )
+        yield np.ones(len(wrong.got), dtype=bool), {"source": pairs}
+
+
+def _source_column(wrong: _Wrong, column: int) -> int | None:
+    rows = wrong.differ[:, column]
+    same = (wrong.want[rows] == wrong.got[rows][:, column, None]).all(axis=(0, 2))
+    return int(np.flatnonzero(same)[0]) if same.any() else None
+
+
+def _layer_name(evidence: RouteEvidence, column: int) -> int:
+    return (evidence.contract.moe_layers or ())[column]
+
+
+def _position(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
+    """Rows of other positions of the same request, from any of its replies."""
+    places: dict[bytes, list[int]] = {}
+    for attempt in view.attempts:
+        for reply in attempt.replies:
+            routes = reply.output.routes
+            if routes is not None and evidence.cells(routes).shape[1:] == wrong.want.shape[1:]:
+                for i, key in enumerate(_keys(evidence.cells(routes))):
+                    places.setdefault(key, []).append(reply.output.routes_start + i)
+    shifts: list[int | None] = []
+    for position, key in zip(wrong.positions, _keys(wrong.got), strict=True):
+        away = [place - int(position) for place in places.get(key, ()) if place != position]
+        shifts.append(min(away, key=abs) if away else None)
+    fits = np.array([shift is not None for shift in shifts])
+    if fits.any():
+        shift, times = Counter(shift for shift in shifts if shift is not None).most_common(1)[0]
+        yield fits, {"shift": shift if times * 2 > int(fits.sum()) else None, "source": "another position"}
+
+
+def _request(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
+    """Rows of other requests of the run, at any position."""
+    for other in view.neighbours:
+        known: dict[bytes, int] = {}
+        for start, rows in _rows_of(other):
+            if evidence.cells(rows).shape[1:] == wrong.want.shape[1:]:
+                known.update({key: start + i for i, key in enumerate(_keys(evidence.cells(rows[:_MOST])))})
+        keys = _keys(wrong.got) if known else []
+        fits = np.array([key in known for key in keys], dtype=bool)
+        if fits.any():
+            first = known[keys[int(np.flatnonzero(fits)[0])]]
+            yield fits, {"request": other.request.request_id, "source": f"position {first} of request {other.request.request_id}"}
+
+
+def _rows_of(view: RequestView) -> Iterator[tuple[int, IntArray]]:
+    for attempt in view.attempts:
+        for reply in attempt.replies:
+            if reply.output.routes is not None:
+                yield reply.output.routes_start, reply.output.routes
+
+
+def _keys(rows: IntArray) -> list[bytes]:
+    return [row.tobytes() for row in np.ascontiguousarray(rows, dtype=np.int64)]
+
+
+_GUESSES: tuple[tuple[Stray, Callable[[RequestView, RouteEvidence, _Wrong], Iterator[_Guess]]], ...] = (
+    (Stray.FILLER, _filler),
+    (Stray.WRAPPED, _wrapped),
+    (Stray.PROVENANCE, _provenance),
+    (Stray.LAYER, _layer),
+    (Stray.POSITION, _position),
+    (Stray.REQUEST, _request),
+)
+"""In order of preference where two explain as many rows."""

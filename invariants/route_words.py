@@ -1,0 +1,70 @@
+"""Words of the route checks: how positions, rows and layers are told in a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rollproof.contract import Contract
+from rollproof.invariants import route_evidence
+from rollproof.invariants.route_strays import row_version
+
+if TYPE_CHECKING:
+    from rollproof.invariants.route_strays import StrayGroup
+    from rollproof.view import RequestView
+
+__all__ = ["amount", "attempt_words", "has_routes", "needs_rows", "plural", "ranges"]
+
+
+def has_routes(contract: Contract) -> str | None:
+    """Why no check of routes applies: the contract declares that the subject returns none."""
+    return None if contract.has_routes else "the contract declares rows='none': the subject returns no routes"
+
+
+def needs_rows(view: RequestView) -> str | None:
+    """Why the rows of a request cannot be judged one by one; ``None`` where they can."""
+    if view.rollout is None:
+        return "no sample was handed over"
+    return route_evidence.of(view).hindrance
+
+
+def plural(count: int, noun: str) -> str:
+    """``"1 row"``, ``"2 rows"``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def ranges(numbers: Iterable[int], most: int = 4) -> str:
+    """Ascending numbers as ranges: ``"0-6, 9"``; beyond ``most`` ranges the rest is counted."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs[:most])
+    rest = sum(high - low + 1 for low, high in runs[most:])
+    return f"{shown} and {rest} more" if rest else shown
+
+
+def amount(view: RequestView, group: StrayGroup) -> str:
+    """How much of a sample is wrong: ``"3 of 9 rows (positions 2-4), in 3 of 48 layers"``."""
+    evidence = route_evidence.of(view)
+    judged = sum(high - low for low, high in evidence.captured)
+    moe = len(view.contract.moe_columns)
+    wrong = len(group.positions)
+    text = f"{wrong} of {plural(judged, 'row')} (position{'s' if wrong > 1 else ''} {ranges(group.positions.tolist())})"
+    if group.layers < moe:
+        text += f", in {group.layers} of {moe} MoE layers"
+    if len(group.others):
+        text += f"; {plural(len(group.others), 'more row')} (position {ranges(group.others.tolist())}) of the same sample is wrong besides"
+    return text
+
+
+def attempt_words(view: RequestView, attempt: int, position: int) -> str:
+    """``"segment 1 (call 7, version 2)"``: a call of the request and the version of its row at ``position``."""
+    one = view.attempts[attempt]
+    order = [segment.number for segment in view.segments]
+    name = f"segment {order.index(attempt)}" if attempt in order else f"the unanswered call {attempt}"
+    reply = one.consumed if one.consumed is not None else (one.replies[0] if one.replies else None)
+    version = None if reply is None else row_version(reply, position)
+    return name if version is None else f"{name} (version {version})"

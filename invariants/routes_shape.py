@@ -1,0 +1,212 @@
+"""Routes, by shape: whether they are there, how many rows, which layers and top-k, which integer type."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollproof.checks import Collector, request_check
+from rollproof.contract import Filler, Rows
+from rollproof.invariants import route_evidence
+from rollproof.invariants.route_counts import count_story, wanted_rows
+from rollproof.invariants.route_strays import Stray, group_of
+from rollproof.invariants.route_words import amount, has_routes, plural
+from rollproof.records import FinishReason
+
+if TYPE_CHECKING:
+    from rollproof.view import RequestView
+
+__all__ = ["CHECKS"]
+
+_NO_SAMPLE = "no sample was handed over"
+_NO_ROUTES = "no sample carried routes"
+_ABSENCE = {
+    "dropped": (
+        "the engine returned them, and the stack dropped them on the way",
+        "Carry routed_experts through every copy of the sample. Same cause: verl #5368 (ToolAgentLoop dropped the field).",
+    ),
+    "unasked": (
+        "the caller asked for them, and the call did not",
+        "Hand the flag on to the engine (return_routed_experts). Same cause: slime #1909, miles #407.",
+    ),
+    "silent": (
+        "the engine was asked and returned none, and the sample was handed over all the same",
+        "Raise where an answer lacks what was asked for: a trainer without routes uses its own router in silence (slime #1145).",
+    ),
+}
+"""Why routes are absent: what was observed, what to do."""
+
+
+@request_check(
+    "routes.presence",
+    promise="A sample whose caller asked for routes carries them, or ends in an explicit error.",
+    needs="a request with want_routes and a delivered sample with response tokens",
+    exercised_by="samples that asked for routes",
+    applies=has_routes,
+)
+def _presence(view: RequestView, out: Collector) -> None:
+    rollout = view.rollout
+    if rollout is None or not rollout.response_ids or not view.request.want_routes:
+        out.absent("no delivered sample with response tokens asked for routes")
+        return
+    evidence = route_evidence.of(view)
+    returned = any(a.consumed is not None and a.consumed.output.routes is not None for a in view.attempts)
+    unasked = [a.number for a in view.attempts if not a.call.want_routes]
+    aborted = rollout.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
+    if evidence.routes is None and aborted and not returned:
+        out.absent("the engine returned no routes for a sample that was handed over as aborted")
+        return
+    out.exercised("samples that asked for routes")
+    if evidence.routes is not None:
+        return
+    cause = "dropped" if returned else "unasked" if unasked else "silent"
+    observed, hint = _ABSENCE[cause]
+    out.finding(
+        "a sample lacks its routes",
+        expected="routes, or an error",
+        observed=f"routes: none; {observed}",
+        where=view.where(**({"call": view.attempts[unasked[0]].call.call_id} if cause == "unasked" else {})),
+        hint=hint,
+    )
+
+
+@request_check(
+    "routes.rows",
+    promise="A sample carries as many route rows as its contract says, whatever the schedule of aborts and resumes.",
+    needs="a delivered sample with routes",
+    exercised_by=("samples from one call", "resumed samples"),
+    applies=has_routes,
+)
+def _rows(view: RequestView, out: Collector) -> None:
+    if view.rollout is None or (evidence := route_evidence.of(view)).routes is None:
+        out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
+        return
+    sampled = len(view.request.prompt_ids) + len(view.stitched.response_ids)
+    uncut = sampled - evidence.start - (view.contract.rows is not Rows.ALL)
+    if evidence.rows not in evidence.row_counts and evidence.total != sampled and evidence.rows == uncut:
+        # the rows fit the tokens that the engines sampled: that the response does not is for routes.cut or the family stitch to say
+        out.absent("the rows belong to the tokens that the engines sampled, and the sample has others")
+        return
+    out.exercised("resumed samples" if view.resumed else "samples from one call")
+    if evidence.rows in evidence.row_counts:
+        return
+    rollout = view.rollout
+    story = count_story(view, evidence)
+    prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
+    out.finding(
+        f"{plural(evidence.rows, 'route row')} for a sample of {plural(evidence.total, 'token')}",
+        expected=f"{wanted_rows(evidence)} for {plural(prompt, 'prompt token')} and {plural(response, 'response token')}: "
+        f"the contract declares rows='{view.contract.rows}'",
+        observed=story.observed,
+        where=view.where(**story.where),
+        hint=story.hint,
+    )
+
+
+@request_check(
+    "routes.cut",
+    promise="Where a response is cut, the rows of the tokens that were cut off go with them.",
+    needs="a delivered sample with routes whose response is shorter than what the engines sampled",
+    exercised_by="cut samples",
+    applies=has_routes,
+)
+def _cut(view: RequestView, out: Collector) -> None:
+    if view.rollout is None or not (evidence := route_evidence.of(view)).cut or evidence.routes is None:
+        out.absent("no response with routes was cut")
+        return
+    out.exercised("cut samples")
+    sampled = len(view.request.prompt_ids) + len(view.stitched.response_ids)
+    if evidence.rows in evidence.row_counts or evidence.rows != sampled - evidence.start - (view.contract.rows is not Rows.ALL):
+        return
+    gone = sampled - evidence.total
+    out.finding(
+        f"{plural(gone, 'token')} cut off, and no route row",
+        expected=f"{evidence.row_counts[-1]} rows for the {plural(evidence.total, 'token')} that are left",
+        observed=f"{evidence.rows} rows: those of all {sampled} tokens",
+        where=view.where(position=evidence.total),
+        hint="Cut routed_experts where the response is cut. Same cause: verl #6027 and #6089 (18057 rows for 17804 tokens), miles #1069.",
+    )
+
+
+@request_check(
+    "routes.shape",
+    promise="Routes are (rows, layers, top_k) with the layers and top-k of the model config.",
+    needs="a delivered sample with routes",
+    exercised_by="samples with routes",
+    applies=has_routes,
+)
+def _shape(view: RequestView, out: Collector) -> None:
+    if view.rollout is None or (evidence := route_evidence.of(view)).routes is None:
+        out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
+        return
+    out.exercised("samples with routes")
+    if evidence.shape_fits:
+        return
+    contract = view.contract
+    layers, top_k = evidence.routes.shape[1:]
+    moe = len(contract.moe_layers or ())
+    hint = "Read layers and top_k from the model config, never from the size of a buffer."
+    if top_k != contract.top_k:
+        hint += " A buffer k times too long passes as top-k * k when k is inferred (miles, AReaL: reshape(rows, -1))."
+    elif layers in (moe, contract.num_layers):
+        counted = "MoE layers only" if layers == moe else "all layers"
+        hint = (
+            f"The axis counts {counted}, and the contract declares layer_axis='{contract.layer_axis}': a consumer that maps by "
+            "position replays the MoE layers behind a dense one from the wrong columns (verl #5037)."
+        )
+    out.finding(
+        "the routes have another shape",
+        expected=f"(rows, {contract.route_layers}, {contract.top_k}): layer_axis='{contract.layer_axis}', top_k={contract.top_k}",
+        observed=f"({evidence.rows}, {layers}, {top_k})",
+        where=view.where(),
+        hint=hint,
+    )
+
+
+@request_check(
+    "routes.dtype",
+    promise="The integer type of routes is the declared one, holds every expert id, and no id was wrapped on the way.",
+    needs="a delivered sample with routes",
+    exercised_by="samples with routes",
+    applies=has_routes,
+)
+def _dtype(view: RequestView, out: Collector) -> None:
+    if view.rollout is None or (evidence := route_evidence.of(view)).routes is None:
+        out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
+        return
+    out.exercised("samples with routes")
+    contract, dtype = view.contract, evidence.routes.dtype
+    largest = (contract.num_experts or 1) - 1
+    limit = int(np.iinfo(dtype).max)
+    wrapped = group_of(view, Stray.WRAPPED)
+    if limit < largest or wrapped is not None:
+        name = dtype.name if wrapped is None or limit < largest else wrapped.source
+        out.finding(
+            f"{name} does not hold every expert id",
+            expected=f"a type that holds ids up to {largest} ({contract.num_experts} experts)",
+            observed=f"{name} holds at most {np.iinfo(name).max}"
+            + ("" if wrapped is None else f"; ids wrapped in {amount(view, wrapped)}"),
+            where=view.where(**({} if wrapped is None else {"position": int(wrapped.positions[0])})),
+            hint="Choose the type from num_experts, not from the data. Same cause: verl #5240, #7407 (uint8, then int16), prime-rl #3051.",
+        )
+    elif dtype.name not in contract.dtypes:
+        out.finding(
+            f"the routes are {dtype.name}",
+            expected=f"{' or '.join(contract.dtypes)}, as the contract declares",
+            observed=dtype.name,
+            where=view.where(),
+            hint="Declare the type that is handed over: a decoder that assumes another one misreads every id.",
+        )
+    elif contract.filler is Filler.MINUS_ONE and dtype.kind == "u" and evidence.uncaptured and evidence.hindrance is None:
+        out.finding(
+            f"filler -1 does not exist in {dtype.name}",
+            expected="a signed type where rows are filled with -1",
+            observed=f"{dtype.name}: -1 reads as {limit}",
+            where=view.where(position=evidence.uncaptured[0][0]),
+            hint="Use a signed type, or another declared filler.",
+        )
+
+
+CHECKS = (_presence, _rows, _cut, _shape, _dtype)
+"""Checks of presence and shape."""
