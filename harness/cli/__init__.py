@@ -1,1 +1,14 @@
-"""Placeholder."""
+"""Command line: ``rollproof verify | check | replay | known-bugs | checks | doctor``."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line and exit: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error."""
+    from rollproof.cli.app import run
+
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""Writes the pages of docs/ that say what the registries say: checks, contract, options, known bugs.
+
+``python docs/generate.py --write`` writes them; ``--check`` (the default) exits with 1 where a page differs from what it would write.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+import rollproof.contract
+import rollproof.expected
+from rollproof.checks import default_registry
+from rollproof.cli.app import app
+from rollproof.contract import Contract
+from rollproof.fakes.known_bugs import KNOWN_BUGS
+from rollproof.plugin import OPTIONS
+
+HERE = Path(__file__).parent
+HEAD = "<!-- Written by docs/generate.py from the code; edit the code, then run `nox -s docs -- --write`. -->"
+
+
+def checks_page() -> Iterator[str]:
+    """docs/checks.md."""
+    registry = default_registry()
+    families = dict.fromkeys(check.family for check in registry)
+    yield f"# Checks\n\n{len(registry)} checks in {len(families)} families. A check is a pure function of a trace: `pass` only where it was"
+    yield "exercised, `unknown` where its trigger never fired or its data is absent, `not applicable` where the contract rules it out.\n"
+    for family in families:
+        yield f"\n## {family}\n"
+        for check in registry:
+            if check.family != family:
+                continue
+            killed = [f"[{bug.id}](known-bugs.md#{bug.id})" for bug in KNOWN_BUGS if check.id in bug.kills]
+            yield f"\n### {check.id}\n\n{check.promise}\n"
+            yield f"- needs: {check.needs}"
+            yield f"- exercised by: {', '.join(check.exercised_by)}"
+            yield f"- kills: {', '.join(killed) or 'no known bug yet'}"
+            yield f"- since: {check.since}"
+
+
+def bugs_page() -> Iterator[str]:
+    """docs/known-bugs.md."""
+    yield f"# Known bugs\n\n{len(KNOWN_BUGS)} published faults of the field, each planted on a reference manager. `rollproof known-bugs`"
+    yield "runs them: each must be killed by the checks named here, and no check may be blamed that is named neither under `killed by`"
+    yield "nor under `also seen by` (an honest consequence of the same fault).\n"
+    for bug in KNOWN_BUGS:
+        yield f"\n## {bug.id}\n\n{bug.summary}\n"
+        yield f"- upstream: {', '.join(bug.refs)}"
+        yield f"- killed by: {', '.join(f'`{check}`' for check in bug.kills)}"
+        if bug.also:
+            yield f"- also seen by: {', '.join(f'`{check}`' for check in bug.also)}"
+
+
+def contract_page() -> Iterator[str]:
+    """docs/contract.md."""
+    yield "# Contract\n"
+    yield inspect.cleandoc(rollproof.contract.__doc__ or "")
+    yield "\nEvery field takes the enum member or its plain text. A contract that is incomplete or contradicts itself raises"
+    yield "`ContractError`, which lists every problem at once.\n"
+    yield inspect.cleandoc(Contract.__doc__ or "")
+    yield "\n| field | values | default |\n|---|---|---|"
+    enums = _enums()
+    for field in fields(Contract):
+        name = str(field.type).replace(" | None", "")
+        default = "required" if field.default is MISSING else f"`{field.default}`"
+        values = f"[{name}](#{name.lower()})" if name in enums else f"`{field.type}`".replace("|", "\\|")
+        yield f"| `{field.name}` | {values} | {default} |"
+    for name, (text, members) in enums.items():
+        yield f"\n## {name}\n\n{text}\n"
+        for value, meaning in members:
+            yield f"- `{value}`{': ' + meaning if meaning else ''}"
+
+
+def options_page() -> Iterator[str]:
+    """docs/options.md."""
+    yield "# Options\n\n## pytest\n"
+    yield "Command line wins over ini file, ini file over default. Paths of the ini file start from pytest's root folder.\n"
+    yield "| option | ini key | default | meaning |\n|---|---|---|---|"
+    for option in OPTIONS:
+        value = f"={option.metavar}".replace("|", "\\|") if option.metavar else ""
+        default = "" if option.default in (None, (), False) else f"`{option.default}`"
+        key = f"`{option.dest}`" if option.ini else "none: it is a one-time act"
+        yield f"| `{option.flag}{value}` | {key} | {default} | {option.help} |"
+    yield "\nFixtures: `rollproof_record`, `rollproof_profile`, `rollproof_seed`. Marker: `rollproof(profile=None, seed=None)`, put on"
+    yield "every conformance item, so that `-m rollproof` selects them; on a test of yours its arguments override the options."
+    yield "\n## Command line\n"
+    yield "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error, 130 interrupted."
+    root = get_command(app)
+    for name, command in root.commands.items():  # type: ignore[attr-defined]  # the app is a group
+        yield f"\n### rollproof {name}\n\n{inspect.cleandoc(command.help)}\n\n| argument | meaning |\n|---|---|"
+        for parameter in command.params:
+            yield f"| {_spelling(parameter)} | {getattr(parameter, 'help', '') or ''} |"
+    yield "\n## File of expected failures\n"
+    yield (
+        inspect.cleandoc(rollproof.expected.__doc__ or "")
+        .replace("Format::", "Format:\n\n```toml")
+        .replace("\n\n    ", "\n")
+        .replace("\n    ", "\n")
+    )
+    yield "```"
+
+
+def _spelling(parameter: Any) -> str:
+    metavar = (parameter.metavar or "").replace("|", "\\|")
+    if parameter.param_type_name == "argument":
+        return f"`{metavar or parameter.name.upper()}`"
+    flags = ", ".join(parameter.opts)
+    return f"`{flags}{' ' + metavar if metavar and not parameter.is_flag else ''}`"
+
+
+def _enums() -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """Name of each enum of the contract: its docstring, and its values with the text below each in the source."""
+    tree = ast.parse(inspect.getsource(rollproof.contract))
+    found = {}
+    for node in tree.body:
+        cls = getattr(rollproof.contract, node.name, None) if isinstance(node, ast.ClassDef) else None
+        if isinstance(node, ast.ClassDef) and isinstance(cls, type) and issubclass(cls, StrEnum):
+            found[node.name] = (inspect.cleandoc(cls.__doc__ or ""), list(_members(node)))
+    return found
+
+
+def _members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    following = [*node.body[1:], None]
+    for statement, after in zip(node.body, following, strict=True):
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
+            text = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = " ".join(inspect.cleandoc(str(after.value.value)).split())
+            yield str(statement.value.value), text
+
+
+PAGES = {"checks.md": checks_page, "contract.md": contract_page, "known-bugs.md": bugs_page, "options.md": options_page}
+
+
+def _text(lines: Iterable[str]) -> str:
+    return f"{HEAD}\n" + "\n".join(lines).rstrip() + "\n"
+
+
+def main(write: bool = typer.Option(False, "--write/--check", help="Write the pages, or compare them.")) -> None:
+    """Write or compare the generated pages."""
+    stale = []
+    for name, page in PAGES.items():
+        path, text = HERE / name, _text(page())
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        if old == text:
+            continue
+        if write:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.name}")
+            continue
+        stale.append(name)
+        sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), text.splitlines(True), f"docs/{name}", "what the code says", n=1))
+    if stale:
+        print(f"{', '.join(stale)} differ from the code: run `nox -s docs -- --write` and commit.")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

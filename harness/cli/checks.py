@@ -1,0 +1,77 @@
+"""checks: the registry, as a table or one check in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from rollproof.checks import Check, default_registry
+from rollproof.cli.options import JsonTarget
+from rollproof.cli.output import Output
+from rollproof.console import Style
+from rollproof.known_bug import KnownBug
+from rollproof.report import REPORT_SCHEMA, ExitCode
+
+__all__ = ["checks"]
+
+
+def checks(
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Checks or families.", show_default=False)] = None,
+    json_target: JsonTarget = None,
+) -> int:
+    """List the checks: what each promises; with one id, all that is known about it."""
+    output = Output(json_target)
+    registry = default_registry().select(ids) if ids else default_registry()
+    bugs = _bugs()
+    if len(registry) == 1:
+        _one(output, next(iter(registry)), bugs)
+    else:
+        output.table(_table(registry))
+        output.say(f"{len(registry)} checks; `rollproof checks ID` shows one in full.")
+    output.json({"schema": REPORT_SCHEMA, "checks": [_dict(check, bugs) for check in registry]})
+    return ExitCode.PASS
+
+
+def _bugs() -> tuple[KnownBug, ...]:
+    from rollproof.fakes.known_bugs import KNOWN_BUGS
+
+    return tuple(KNOWN_BUGS)
+
+
+def _killed_by(check: Check, bugs: Iterable[KnownBug]) -> list[str]:
+    return [bug.id for bug in bugs if check.id in bug.kills]
+
+
+def _dict(check: Check, bugs: Iterable[KnownBug]) -> dict[str, Any]:
+    return {
+        "id": check.id,
+        "family": check.family,
+        "promise": check.promise,
+        "needs": check.needs,
+        "exercised_by": list(check.exercised_by),
+        "since": check.since,
+        "kills": _killed_by(check, bugs),
+    }
+
+
+def _table(registry: Iterable[Check]) -> Table:
+    table = Table(title="Checks", title_justify="left")
+    table.add_column("id", no_wrap=True)
+    table.add_column("promise")
+    for check in registry:
+        table.add_row(check.id, check.promise)
+    return table
+
+
+def _one(output: Output, check: Check, bugs: Iterable[KnownBug]) -> None:
+    rows = [
+        ("promise", check.promise),
+        ("needs", check.needs),
+        ("exercised by", ", ".join(check.exercised_by)),
+        ("kills", ", ".join(_killed_by(check, bugs)) or "no known bug"),
+        ("since", check.since),
+    ]
+    output.lines([(Style.TITLE, check.id), *((Style.PLAIN, f"  {name:<13} {value}") for name, value in rows)])

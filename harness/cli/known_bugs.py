@@ -1,0 +1,53 @@
+"""known-bugs: the kill matrix, every planted fault of the field and the checks that saw it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from rollproof.cli.options import JsonTarget
+from rollproof.cli.output import Meter, Output
+from rollproof.console import Style
+from rollproof.kill_matrix import KillResult, run_kill_matrix
+from rollproof.report import REPORT_SCHEMA, ExitCode
+
+__all__ = ["known_bugs"]
+
+
+def known_bugs(
+    only: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Only these bugs.", show_default=False)] = None,
+    json_target: JsonTarget = None,
+) -> int:
+    """Plant every known bug into a reference manager, and show which checks kill it.
+
+    Exit code 1 where one survives or a check is blamed wrongly.
+    """
+    output = Output(json_target)
+    with Meter() as meter:
+        results = run_kill_matrix(only or (), meter)
+    output.table(_table(results))
+    killed = sum(result.killed for result in results)
+    blamed = sum(bool(result.blamed_wrongly) for result in results)
+    good = killed == len(results) and not blamed
+    output.lines(
+        [(Style.GOOD if good else Style.BAD, f"{killed} of {len(results)} known bugs killed, {blamed} with a check blamed wrongly")]
+    )
+    output.json({"schema": REPORT_SCHEMA, "bugs": [result.to_dict() for result in results]})
+    return ExitCode.PASS if good else ExitCode.FAIL
+
+
+def _table(results: tuple[KillResult, ...]) -> Table:
+    table = Table(title="Known bugs", title_justify="left")
+    table.add_column("bug", no_wrap=True)
+    table.add_column("upstream")
+    table.add_column("killed by (! blamed wrongly, ? should have seen it)")
+    table.add_column("cases", justify="right")
+    for result in results:
+        bug = result.bug
+        told = [*(f"? {check_id}" for check_id in bug.kills if check_id not in result.failed)]
+        told += [f"! {check_id}" if check_id in result.blamed_wrongly else check_id for check_id in result.failed]
+        style = "" if result.killed and not result.blamed_wrongly else "bold red"
+        table.add_row(bug.id, ", ".join(bug.refs), ", ".join(told), str(result.examples), style=style)
+    return table

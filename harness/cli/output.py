@@ -1,0 +1,97 @@
+"""Output: lines and tables for people, JSON for programs, and a progress bar for what takes longer than two seconds."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+from rich.text import Text
+
+from rollproof.console import Line
+from rollproof.files import write_atomically
+from rollproof.progress import Progress
+
+__all__ = ["Meter", "Output"]
+
+_QUIET = 2.0
+"""Seconds during which a run shows no progress."""
+_BETWEEN_LINES = 20.0
+"""Seconds between two progress lines where standard error is no terminal (a CI log)."""
+
+
+class Output:
+    """Where a command says what it found. With ``--json -`` standard output belongs to the JSON, and people read standard error."""
+
+    def __init__(self, json_target: str | None = None) -> None:
+        self._json_target = json_target
+        self._console = Console(stderr=json_target == "-", highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def lines(self, lines: Iterable[Line]) -> None:
+        """Print styled lines."""
+        for style, text in lines:
+            self._console.print(Text(text, style=style.rich))
+
+    def say(self, text: str = "") -> None:
+        """Print one plain line."""
+        self._console.print(Text(text))
+
+    def table(self, table: Table) -> None:
+        """Print a table, within the width of the terminal (or 140 columns where there is none)."""
+        self._console.print(table, soft_wrap=False, width=None if self._console.is_terminal else 140)
+
+    def json(self, data: Mapping[str, Any]) -> None:
+        """Write ``data`` where ``--json`` says, if it was given."""
+        if self._json_target is None:
+            return
+        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+        if self._json_target == "-":
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            write_atomically(Path(self._json_target), text)
+
+
+class Meter:
+    """Progress of one run on standard error; call it with each ``Progress``. Silent at first, and gone when the run is over."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._begun = time.monotonic()
+        self._said = self._begun
+        self._bar: RichProgress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self._begun < _QUIET:
+            return
+        if self._console.is_terminal:
+            self._draw(progress)
+        elif now - self._said >= _BETWEEN_LINES:
+            self._said = now
+            share = f"{progress.done}/{progress.total} " if progress.total else ""
+            self._console.print(f"  ... {share}{progress.what} ({now - self._begun:.0f} s)", markup=False)
+
+    def _draw(self, progress: Progress) -> None:
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = RichProgress(*columns, console=self._console, transient=True)
+            self._bar.add_task(progress.what)
+            self._bar.start()
+        task = self._bar.tasks[0].id
+        self._bar.update(task, description=progress.what, completed=progress.done, total=progress.total or None)

@@ -1,0 +1,107 @@
+"""Targets: what a command line names to be judged, as factories."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollproof.case import Case
+from rollproof.errors import UsageError
+from rollproof.subjects import SubjectFactory
+
+__all__ = ["Target", "references", "stack_targets", "subject_target", "target_of_recipe"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A subject to be judged: ``recipe`` says how ``rollproof replay`` makes it again, ``cases`` replaces a profile's schedules."""
+
+    name: str
+    factory: SubjectFactory
+    recipe: Mapping[str, Any]
+    flavours: tuple[str, ...] | None = None
+    cases: Callable[[str, int | None], Iterable[Case]] | None = field(default=None)
+
+
+def references() -> list[Target]:
+    """The reference resume managers that rollproof ships."""
+    from rollproof.fakes.managers import REFERENCES
+
+    return [Target(name=name, factory=factory, recipe={"reference": name}) for name, factory in REFERENCES.items()]
+
+
+def stack_targets(spec: str, parts: Iterable[str] = ()) -> tuple[str, list[Target]]:
+    """The title and the parts of a released stack, ``NAME`` or ``NAME==VERSION``. Raises ``UsageError`` and ``StackError``."""
+    from rollproof.stacks import load_stack
+
+    stack = load_stack(spec)
+    return stack.title, [
+        _with_wishes(name=f"{stack.title} {part}", factory=factory, recipe=stack.recipe(part))
+        for part, factory in stack.subjects(parts).items()
+    ]
+
+
+def subject_target(spec: str) -> Target:
+    """``module:factory``, looked for in the current folder too. Raises ``UsageError`` saying which half does not exist."""
+    module_name, colon, path = spec.partition(":")
+    if not colon or not module_name or not path:
+        raise UsageError(f"--subject {spec!r} must be written module:factory, such as my_stack.subjects:MySubject.")
+    if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
+    module = _module(module_name)
+    found: Any = module
+    for name in path.split("."):
+        if not hasattr(found, name):
+            near = difflib.get_close_matches(name, dir(found), n=3)
+            guess = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise UsageError(f"{module_name} has no {path!r}.{guess}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise UsageError(
+            f"{spec} is a {type(found).__name__}, not a factory: name the subject's class, or a function that makes a fresh one."
+        )
+    return _with_wishes(name=path, factory=found, recipe={"subject": spec})
+
+
+def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
+    """The subject that a trace's header says it was made from. Raises ``UsageError`` where the recipe is of no known kind."""
+    if isinstance(recipe.get("subject"), str):
+        return subject_target(recipe["subject"])
+    if isinstance(recipe.get("stack"), str):
+        version, part = recipe.get("version"), recipe.get("part")
+        spec = recipe["stack"] + (f"=={version}" if version else "")
+        return stack_targets(spec, [part] if isinstance(part, str) else ())[1][0]
+    for target in references():
+        if target.name == recipe.get("reference"):
+            return target
+    raise UsageError(f"The trace's recipe {dict(recipe)!r} names no subject; say what to run with --subject module:factory.")
+
+
+def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any]) -> Target:
+    """A factory may carry the flavours that it speaks, and schedules that fit it better than a profile's own."""
+    flavours = getattr(factory, "flavours", None)
+    return Target(
+        name=name,
+        factory=factory,
+        recipe=recipe,
+        flavours=tuple(flavours) if flavours else None,
+        cases=getattr(factory, "cases", None),
+    )
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(
+                f"There is no module {error.name!r}: --subject is looked for in the current folder and among what is installed."
+            ) from error
+        raise UsageError(f"{name} cannot be imported: it needs {error.name!r}, which is not installed here.") from error
+    except Exception as error:
+        raise UsageError(f"{name} cannot be imported: {type(error).__name__}: {error}.") from error

@@ -1,0 +1,125 @@
+"""verify: run subjects through schedules, judge what happened, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollproof.campaign import merge_reports, run_conformance
+from rollproof.checks import default_registry
+from rollproof.cli.options import JsonTarget, Only, ProfileName, Seed, Verbose, WitnessDir
+from rollproof.cli.output import Meter, Output
+from rollproof.cli.targets import Target, references, stack_targets, subject_target
+from rollproof.console import Style, report_lines, summary_text
+from rollproof.errors import UsageError
+from rollproof.expected import ExpectedFailures, Outcome
+from rollproof.report import ExitCode, Report
+from rollproof.schedules import profile_named
+
+__all__ = ["verify"]
+
+
+def verify(
+    stack: Annotated[
+        str | None, typer.Option("--stack", metavar="NAME[==VERSION]", help="Judge a released framework that is installed here.")
+    ] = None,
+    part: Annotated[list[str] | None, typer.Option("--part", metavar="NAME", help="Only this part of the stack; may be repeated.")] = None,
+    subject: Annotated[str | None, typer.Option("--subject", metavar="MODULE:FACTORY", help="Judge a subject of your own.")] = None,
+    flavour: Annotated[
+        list[str] | None, typer.Option("--flavour", metavar="NAME", help="Only this engine flavour; may be repeated.")
+    ] = None,
+    profile: ProfileName = "pr",
+    seed: Seed = None,
+    only: Only = None,
+    expected: Annotated[Path | None, typer.Option("--expected", metavar="FILE", help="File of expected failures (TOML).")] = None,
+    accept: Annotated[bool, typer.Option("--accept", help="Rewrite the file of expected failures to say what fails now.")] = False,
+    json_target: JsonTarget = None,
+    witness_dir: WitnessDir = Path(".rollproof"),
+    verbose: Verbose = False,
+) -> int:
+    """Judge a stack's rollout code on fake engines: every abort, resume and weight update of a small scope, then random ones.
+
+    Without --stack or --subject it judges the reference resume managers that rollproof ships: all of them must pass.
+    """
+    output = Output(json_target)
+    profile_named(profile)
+    default_registry().select(only or ())
+    listed = _listed(expected, accept=accept)
+    title, targets = _targets(stack, part, subject)
+    reports = []
+    with Meter() as meter:
+        for target in targets:
+            report = run_conformance(
+                target.factory,
+                name=target.name,
+                profile=profile,
+                seed=seed,
+                only=only or (),
+                flavours=flavour or target.flavours,
+                cases=target.cases(profile, seed) if target.cases is not None and not flavour else None,
+                expected=listed.reasons(target.name) if listed else None,
+                progress=meter,
+                witness_dir=witness_dir,
+                recipe=target.recipe,
+            )
+            reports.append(report)
+    whole = reports[0] if len(reports) == 1 else merge_reports(title, reports)
+    _show(output, whole, reports, verbose=verbose)
+    output.json(_json(whole, reports))
+    stale = _settle(output, listed, reports, accept=accept)
+    return ExitCode.FAIL if stale else whole.exit_code
+
+
+def _targets(stack: str | None, parts: list[str] | None, subject: str | None) -> tuple[str, list[Target]]:
+    if stack is not None and subject is not None:
+        raise UsageError("Give --stack or --subject, not both: one run judges one of them.")
+    if parts and stack is None:
+        raise UsageError("--part names a part of a stack: give --stack too.")
+    if stack is not None:
+        return stack_targets(stack, parts or ())
+    if subject is not None:
+        target = subject_target(subject)
+        return target.name, [target]
+    return "references", references()
+
+
+def _listed(expected: Path | None, *, accept: bool) -> ExpectedFailures | None:
+    if expected is None:
+        if accept:
+            raise UsageError("--accept rewrites the file of expected failures: say which one with --expected FILE.")
+        return None
+    return ExpectedFailures.read(expected, missing_ok=accept)
+
+
+def _show(output: Output, whole: Report, reports: list[Report], *, verbose: bool) -> None:
+    for report in reports:
+        if len(reports) == 1 or verbose or report.summary["fail"] or report.summary["expected_fail"]:
+            output.lines(report_lines(report.to_dict(), verbose=verbose))
+        else:
+            output.lines([(Style.PLAIN, f"{report.subject}: {summary_text(report.to_dict())}")])
+    if len(reports) > 1:
+        # The parts have shown their findings; the whole adds what was exercised, the canary and the sum.
+        data = whole.to_dict()
+        output.lines(report_lines({**data, "checks": [check for check in data["checks"] if check["verdict"] == "unknown"]}))
+
+
+def _json(whole: Report, reports: list[Report]) -> dict[str, Any]:
+    data = whole.to_dict()
+    if len(reports) > 1:
+        data["reports"] = [report.to_dict() for report in reports]
+    return data
+
+
+def _settle(output: Output, listed: ExpectedFailures | None, reports: list[Report], *, accept: bool) -> bool:
+    """Compare with the file of expected failures, or rewrite it; returns whether it lists what does not fail."""
+    if listed is None:
+        return False
+    outcomes = [Outcome.of_report(report.to_dict()) for report in reports]
+    if accept:
+        output.lines((Style.PLAIN, f"  expected failures: {text}") for text in listed.accept(outcomes))
+        return False
+    stale = [text for outcome in outcomes for text in listed.stale(outcome)]
+    output.lines((Style.BAD, f"  {text}") for text in stale)
+    return bool(stale)

@@ -1,0 +1,124 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox>=2025.5"]
+# ///
+"""Sessions of rollproof: `nox -s verify`, `nox -s cpu`, ... (`nox --list` says what each does).
+
+Runs by itself too: `uv run noxfile.py -s cpu`, or `python noxfile.py -s cpu` where nox is installed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5"
+nox.options.sessions = ["cpu", "lint", "types", "docs"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_external_run = True
+
+ROOT = Path(__file__).parent
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]
+
+
+def install(session: nox.Session, *groups: str) -> None:
+    """Install the project itself, as a wheel, and dependency groups."""
+    # setuptools builds in build/ and packs what lies there: a module deleted since the last build would be installed too.
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
+    session.install(".")
+    for group in groups:
+        session.install(*nox.project.dependency_groups({"dependency-groups": GROUPS}, group))
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Judge the reference managers and the known bugs; with `-- --stack NAME==VERSION`, install that release and judge it."""
+    install(session)
+    stack = _stack(session.posargs)
+    if stack is None:
+        session.run("rollproof", "verify", *session.posargs)
+        if not session.posargs:
+            session.run("rollproof", "known-bugs")
+        return
+    name = stack.partition("==")[0]
+    requirements = ROOT / "harness" / "stacks" / "requirements" / f"{name}.txt"
+    if not requirements.is_file():
+        session.error(f"No stack is named {name!r}; `rollproof verify --stack {name}` lists them.")
+    session.install("-r", str(requirements))
+    session.install("--no-deps", stack)
+    session.run("rollproof", "verify", *session.posargs)
+
+
+@nox.session
+def cpu(session: nox.Session) -> None:
+    """Run all tests that need no GPU, against the installed wheel."""
+    install(session, "test")
+    session.run("pytest", *(session.posargs or ["-n", "2", "tests"]))
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Run the GPU suites; on a host without a GPU they say why and are skipped (`-- --rollproof-require-gpu` makes that a failure)."""
+    install(session, "test")
+    session.install("nvidia-ml-py")
+    session.run("pytest", "gpu_suites", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    session.install(*GROUPS["lint"])
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Type-check the installed wheel with mypy (strict) and pyright, from outside the checkout."""
+    install(session, "types")
+    with tempfile.TemporaryDirectory() as folder:
+        # A folder of its own, without a dot in its path: pyright passes over everything below .nox.
+        site = Path(folder) / "site"
+        session.install("--no-deps", "--target", str(site), ".")
+        (Path(folder) / "pyrightconfig.json").write_text(
+            f'{{"include": ["{site / "rollproof"}"], "extraPaths": ["{site}"], "pythonVersion": "3.11", "reportMissingImports": "warning",'
+            ' "reportMissingModuleSource": "none"}',
+            encoding="utf-8",
+        )
+        session.chdir(folder)
+        session.run("mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "rollproof", env={"MYPYPATH": str(site)})
+        session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
+        session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"), "--ignoreexternal", "--verifytypes", "rollproof")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Check that the generated pages of docs/ say what the registries say; `-- --write` writes them anew."""
+    install(session)
+    session.run("python", "docs/generate.py", *(session.posargs or ["--check"]))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks and print their figures; they are no tests and fail nothing."""
+    install(session)
+    for program in sorted((ROOT / "benchmarks").glob("*.py")):
+        session.run("python", str(program), *session.posargs)
+
+
+def _stack(arguments: list[str]) -> str | None:
+    """The value of `--stack` among the arguments."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument.startswith("--stack="):
+            return argument.removeprefix("--stack=")
+        if argument == "--stack":
+            return following
+    return None
+
+
+if __name__ == "__main__":
+    nox.main()
