@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rollproof.checks import Check
+from rollproof.invariants import lifecycle, routes, stitch, weights
 
 __all__ = ["CHECKS"]
 
-CHECKS: tuple[Check, ...] = ()
+CHECKS: tuple[Check, ...] = (*stitch.CHECKS, *routes.CHECKS, *weights.CHECKS, *lifecycle.CHECKS)

@@ -1,0 +1,108 @@
+"""Token faults: puts into words how a response differs from what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollproof.invariants.wording import count, segment_name, share, window
+from rollproof.records import Scalar
+
+if TYPE_CHECKING:
+    from rollproof.view import RequestView
+
+__all__ = ["TokenFault", "describe_token_fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFault:
+    """The parts of a finding about tokens."""
+
+    title: str
+    expected: str
+    observed: str
+    where: Mapping[str, Scalar]
+    hint: str
+
+
+def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
+    """How ``got`` differs from the reference's response: lost, added, doubled, foreign, reordered or replaced tokens."""
+    want = view.stitched.response_ids
+    got = tuple(got)
+    at = _common_prefix(want, got)
+    tail = _common_prefix(want[at:][::-1], got[at:][::-1])
+    gone, come = want[at : len(want) - tail], got[at : len(got) - tail]
+    attempt = _attempt_at(view, at)
+    segment = segment_name(view, attempt) if attempt is not None else "the end"
+    if not come:
+        whole = _whole_segment(view, at, len(gone))
+        title = f"{share(len(gone), len(want), 'sampled token')} {'is' if len(gone) == 1 else 'are'} missing from the response"
+        hint = (
+            f"All that {segment} sampled is gone: a resume must append each reply, also the last one and those of aborted calls."
+            if whole
+            else f"The loss begins in {segment}; aborted calls return tokens too, and each reply must be appended in full."
+        )
+    elif not gone:
+        title, hint = _added(view, want, at, come, segment)
+    elif sorted(gone) == sorted(come):
+        title = f"{share(len(gone), len(want), 'token')} stand in another order than they were sampled"
+        hint = "Replies must be appended in the order of their calls, also where one arrives late or twice."
+    else:
+        title = f"{share(len(come), len(got), 'token')} of the response {'is' if len(come) == 1 else 'are'} not what the engines sampled"
+        hint = _origin(view, come) or f"The difference begins in {segment}; ids must be kept as sampled, never taken from decoded text."
+    return TokenFault(
+        title=title,
+        expected=f"{count(len(want), 'token')} as sampled: {window(want, at)}",
+        observed=f"{count(len(got), 'token')}: {window(got, at)}; the first difference is at response index {at}",
+        where=view.where(index=at, segment=view.segment_of(len(view.request.prompt_ids) + at)),
+        hint=hint,
+    )
+
+
+def _added(view: RequestView, want: tuple[int, ...], at: int, come: tuple[int, ...], segment: str) -> tuple[str, str]:
+    size = len(come)
+    again = come in (want[max(0, at - size) : at], want[at : at + size]) or (size > 1 and _within(come, want))
+    if again:
+        return (
+            f"The response repeats {count(size, 'token')} that {'was' if size == 1 else 'were'} sampled once",
+            f"A reply was appended twice near {segment}: a duplicate delivery, or partial output that was kept and also returned again.",
+        )
+    title = f"The response holds {count(size, 'token')} that no engine call of this request returned"
+    return title, _origin(view, come) or "An end-of-sequence or padding token that the stack adds itself must be masked out (loss mask 0)."
+
+
+def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:
+    """Whose tokens these are, where another request of the run sampled them."""
+    for other in view.neighbours:
+        if _within(tokens, other.stitched.response_ids) and len(tokens) > 1:
+            return f"Request {other.request.request_id} sampled these tokens: the replies of two requests were mixed up."
+    for attempt in view.attempts:
+        for reply in attempt.replies:
+            if not reply.delivered and len(tokens) > 1 and _within(tokens, reply.output.token_ids):
+                return f"They are in the reply to call {attempt.number} that was lost on its way: the stack cannot have them from there."
+    return ""
+
+
+def _attempt_at(view: RequestView, index: int) -> int | None:
+    for run in view.stitched.runs:
+        if run.start <= index < run.end:
+            return run.attempt
+    return None
+
+
+def _whole_segment(view: RequestView, at: int, size: int) -> bool:
+    return any(run.start == at and run.end == at + size for run in view.stitched.runs)
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def _within(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    size = len(part)
+    first = part[0] if part else None
+    return any(whole[i] == first and whole[i : i + size] == part for i in range(len(whole) - size + 1))
