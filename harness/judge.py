@@ -154,7 +154,7 @@ class Judge:
                 self._calls[event.call_id][1].admit = event
         elif isinstance(event, Submit):
             context.open[event.request.request_id] = RequestView(
-                event, context.contract, context.history, context.oracle, context.header.engine
+                event, context.contract, context.history, context.oracle, context.header.engine, context.header
             )
         elif isinstance(event, Weights):
             context.history.updates.append(event)

@@ -11,7 +11,7 @@ from rollproof.contract import Contract, Provenance
 from rollproof.oracle import Oracle
 from rollproof.records import Request, Rollout, Scalar, Version
 from rollproof.stitching import Stitched, stitch
-from rollproof.trace import Admit, Call, Fault, Observation, Reply, Result, Submit, Weights
+from rollproof.trace import Admit, Call, Fault, Header, Observation, Reply, Result, Submit, Weights
 
 __all__ = ["Attempt", "History", "RequestView"]
 
@@ -89,12 +89,22 @@ class RequestView:
     ``neighbours`` are a bounded number of other requests of the same run, to find out whose values a stray one is.
     ``stitched`` is the reference stitch; ``oracle`` is there where the trace is coded. Views are read-only to checks, but
     for ``memo``, where the checks of a family keep under its name what they share (nothing that refers to the view).
+    ``header`` is the trace's, ``None`` where a view was made by hand.
     """
 
-    def __init__(self, submit: Submit, contract: Contract, history: History, oracle: Oracle | None, engine: Contract | None = None) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        contract: Contract,
+        history: History,
+        oracle: Oracle | None,
+        engine: Contract | None = None,
+        header: Header | None = None,
+    ) -> None:
         self.submit = submit
         self.contract = contract
         self.engine = engine
+        self.header = header
         self.history = history
         self.oracle = oracle
         self.attempts: list[Attempt] = []
