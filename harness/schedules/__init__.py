@@ -6,7 +6,7 @@ Hypothesis is imported by ``strategies`` and ``machine`` only, which are not imp
 from __future__ import annotations
 
 from rollproof.schedules.drawing import Limits, random_cases
-from rollproof.schedules.exhaustive import PAUSE_MODES, Scope, scope_families, scope_size, small_scope
+from rollproof.schedules.exhaustive import PAUSE_MODES, Scope, modes_for, scope_families, scope_size, small_scope
 from rollproof.schedules.profiles import PROFILES, Profile, profile_named
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Limits",
     "Profile",
     "Scope",
+    "modes_for",
     "profile_named",
     "random_cases",
     "scope_families",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -11,7 +11,7 @@ from rollproof.case import Action, ActionKind, Case, EngineOptions, Model, Trigg
 from rollproof.contract import Contract
 from rollproof.errors import UsageError
 from rollproof.records import Request, Scalar
-from rollproof.schedules.exhaustive import PAUSE_MODES
+from rollproof.schedules.exhaustive import modes_for
 from rollproof.trace import PauseMode
 
 __all__ = ["Draws", "Limits", "SeededDraws", "draw_case", "draw_model", "random_cases"]
@@ -26,12 +26,19 @@ class Draws(Protocol):
 
     def integer(self, low: int, high: int) -> int:
         """A whole number in ``low`` .. ``high``, both included."""
+        ...
 
     def pick(self, options: Sequence[_T]) -> _T:
         """One of ``options``, which are not empty."""
+        ...
 
     def chance(self, percent: int) -> bool:
         """True in about ``percent`` of 100 draws."""
+        ...
+
+    def several(self, low: int, high: int, item: Callable[[Draws], _T]) -> list[_T]:
+        """``low`` to ``high`` items, each drawn by ``item`` from this source, independently of the others."""
+        ...
 
 
 class SeededDraws:
@@ -51,6 +58,10 @@ class SeededDraws:
     def chance(self, percent: int) -> bool:
         """True in about ``percent`` of 100 draws."""
         return self._random.random() * 100 < percent
+
+    def several(self, low: int, high: int, item: Callable[[Draws], _T]) -> list[_T]:
+        """``low`` to ``high`` items."""
+        return [item(self) for _ in range(self.integer(low, high))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +98,7 @@ def random_cases(
 
     Same distribution as ``rollproof.schedules.strategies.cases``, without Hypothesis: for speed, and to name a case by
     two numbers. ``kinds`` are the kinds of action that may occur (default: all), ``model`` fixes the model instead of
-    drawing one, ``modes`` the pause modes (default: those under which ``contract.resume`` keeps its promises).
+    drawing one, ``modes`` the pause modes (default: ``modes_for``).
     """
     for i in range(count):
         yield draw_case(
@@ -109,11 +120,11 @@ def draw_case(
     limits = limits or Limits()
     servers = draws.integer(1, limits.servers)
     requests = _requests(draws, limits)
-    enabled = [kind for kind in (ActionKind if kinds is None else kinds) if draws.chance(40)]
-    actions = [_action(draws, requests, enabled, servers) for _ in _several(draws, 0, limits.actions)] if enabled else []
+    enabled = _subset(draws, tuple(ActionKind if kinds is None else kinds))
+    actions = draws.several(0, limits.actions, lambda source: _action(source, requests, enabled, servers, limits)) if enabled else []
     order = {request.request_id: i for i, request in enumerate(requests)}
     actions.sort(key=lambda action: (action.when.tokens, order[action.when.request]))
-    mode = draws.pick(PAUSE_MODES[contract.resume] if modes is None else modes)
+    mode = draws.pick(modes_for(flavour, contract) if modes is None else modes)
     together = draws.chance(50)
     return Case(
         flavour=flavour,
@@ -142,64 +153,62 @@ def _with_ends(draws: Draws, model: Model) -> Model:
     return replace(model, eos_every=draws.integer(2, 20)) if draws.chance(30) else model
 
 
+def _subset(draws: Draws, options: Sequence[_T]) -> list[_T]:
+    """Each option with probability one half, in one draw."""
+    bits = draws.integer(0, 2 ** len(options) - 1)
+    return [option for i, option in enumerate(options) if bits >> i & 1]
+
+
 def _requests(draws: Draws, limits: Limits) -> tuple[Request, ...]:
     """Prompts start alike or not, and then differ in one token: none is a prefix of another, so a call tells its request."""
-    shared = _tokens(draws, 0, limits.prompt - 1) if draws.chance(40) else ()
+    shared = draws.integer(1, limits.prompt - 1) if limits.prompt > 1 and draws.chance(40) else 0
     requests: list[Request] = []
-    for i in _several(draws, 1, limits.requests):
-        if requests and draws.chance(15):
-            twin = draws.integer(0, i - 1)
-            group = requests[twin].group or f"g{twin}"
-            requests[twin] = replace(requests[twin], group=group)
-            requests.append(replace(_request(draws, i, requests[twin].prompt_ids, limits), group=group))
-        else:
-            tail = _tokens(draws, 0, limits.prompt - len(shared) - 1)
-            requests.append(_request(draws, i, (*shared, 2 + i, *tail), limits))
+    for i, (request, tail, twin) in enumerate(draws.several(1, limits.requests, lambda source: _request(source, limits))):
+        rest = min(tail, limits.prompt - shared - 1)
+        prompt = (*(_token(-1, j) for j in range(shared)), 2 + i, *(_token(i, j) for j in range(rest)))
+        group = None
+        if twin is not None and requests:
+            other = twin % len(requests)
+            prompt, group = requests[other].prompt_ids, requests[other].group or f"g{other}"
+            requests[other] = replace(requests[other], group=group)
+        media = None if request.media is None else f"media-{i}"
+        requests.append(replace(request, request_id=f"r{i}", prompt_ids=prompt, group=group, media=media))
     return tuple(requests)
 
 
-def _request(draws: Draws, number: int, prompt: tuple[int, ...], limits: Limits) -> Request:
+def _token(prompt: int, place: int) -> int:
+    """Any token that is neither the end of a sequence (0) nor one that tells prompts apart; the coded policy hashes them all."""
+    return 100 + (prompt * 131 + place * 17) % 300
+
+
+def _request(draws: Draws, limits: Limits) -> tuple[Request, int, int | None]:
+    """A request without id and prompt, the tokens of its prompt behind the one that tells it apart, the request that it is a twin of."""
     budget = draws.integer(1, limits.response)
     stated = not draws.chance(20)
     limit = budget + draws.integer(0, 3) if stated and draws.chance(20) else None
     sampling: dict[str, Scalar] = {"temperature": draws.pick((1.0, 0.7))} if draws.chance(50) else {}
-    turns = tuple(_tokens(draws, 1, 3) for _ in _several(draws, 0, limits.turns))
-    return Request(
-        request_id=f"r{number}",
-        prompt_ids=prompt,
+    request = Request(
+        request_id="",
+        prompt_ids=(),
         max_tokens=budget if stated else None,
         limit=limit if stated else budget,
         sampling=sampling,
-        media=f"media-{number}" if draws.chance(10) else None,
-        turns=turns,
+        media="media" if draws.chance(10) else None,
+        turns=tuple(draws.several(0, limits.turns, lambda source: tuple(_token(7, j) for j in range(source.integer(1, 3))))),
     )
+    return request, draws.integer(0, limits.prompt - 1), draws.integer(0, limits.requests - 1) if draws.chance(15) else None
 
 
-def _several(draws: Draws, low: int, high: int) -> Iterator[int]:
-    """Counts from 0 to a number of items that is about uniform in ``low`` .. ``high``.
-
-    Each item is preceded by the choice to go on, rather than all of them by their number: so a shrinker can drop one.
-    """
-    for i in range(high):
-        left = high - i
-        if i >= low and not draws.chance(100 * left // (left + 1)):
-            return
-        yield i
-
-
-def _tokens(draws: Draws, low: int, high: int) -> tuple[int, ...]:
-    return tuple(draws.integer(10, 400) for _ in range(draws.integer(low, high)))
-
-
-def _action(draws: Draws, requests: Sequence[Request], enabled: Sequence[ActionKind], servers: int) -> Action:
-    request = draws.pick(requests)
+def _action(draws: Draws, requests: Sequence[Request], enabled: Sequence[ActionKind], servers: int, limits: Limits) -> Action:
+    # Folded into the range rather than drawn from it, so that the action survives when a shrinker drops a request or a server.
+    request = requests[draws.integer(0, limits.requests - 1) % len(requests)]
     kind = draws.pick(enabled)
     budget = request.budget or 1
     tokens = draws.pick((0, budget, draws.integer(0, budget)))
     return Action(
         when=Trigger(request=request.request_id, tokens=tokens, queued=draws.chance(10), race=draws.chance(20)),
         do=kind,
-        server=f"s{draws.integer(0, servers - 1)}" if kind in _AT_SERVER and draws.chance(70) else None,
+        server=f"s{draws.integer(0, limits.servers - 1) % servers}" if kind in _AT_SERVER and draws.chance(70) else None,
         steps=draws.integer(1, 12),
     )
 

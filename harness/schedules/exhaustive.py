@@ -15,17 +15,18 @@ from typing import TypeAlias
 from rollproof.case import Action, ActionKind, Case, EngineOptions, Model, Trigger
 from rollproof.contract import Contract, ResumeBy
 from rollproof.errors import UsageError
+from rollproof.fakes.flavours import flavour_named
 from rollproof.records import Request
 from rollproof.trace import PauseMode
 
-__all__ = ["PAUSE_MODES", "Scope", "scope_families", "scope_size", "small_scope"]
+__all__ = ["PAUSE_MODES", "Scope", "modes_for", "scope_families", "scope_size", "small_scope"]
 
 PAUSE_MODES: Mapping[ResumeBy, tuple[PauseMode, ...]] = {
     ResumeBy.CLIENT: (PauseMode.ABORT, PauseMode.WAIT),
     ResumeBy.ENGINE: (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE, PauseMode.WAIT),
     ResumeBy.NONE: (PauseMode.WAIT, PauseMode.ABORT),
 }
-"""The pauses under which a subject can keep its promises, by who resumes; the first is enumerated in full."""
+"""The pauses under which a subject can keep its promises, by who resumes."""
 
 _PROMPT = (11, 12, 13, 14)
 _REQUEST = "r0"
@@ -118,6 +119,15 @@ class _Plan:
         return _schedules(budget, min(self.scope.actions, self.scope.side_actions), self.scope.versions - 1, self.ends(mode))
 
 
+def modes_for(flavour: str, contract: Contract) -> tuple[PauseMode, ...]:
+    """The pause modes to try: those of ``PAUSE_MODES`` that the engine offers; the first is enumerated in full.
+
+    Where the engine offers none of them, the first of ``PAUSE_MODES``, which the fake engine has all the same.
+    """
+    wanted = PAUSE_MODES[contract.resume]
+    return tuple(mode for mode in wanted if mode in flavour_named(flavour).pause_modes) or wanted[:1]
+
+
 def small_scope(
     flavour: str,
     contract: Contract,
@@ -129,7 +139,7 @@ def small_scope(
 ) -> Iterator[Case]:
     """Every schedule of the small scope for one request under ``contract``, without repetition, small ones first.
 
-    Complete for the first pause mode (``modes``, by default those of ``PAUSE_MODES`` for ``contract.resume``): prompts
+    Complete for the first pause mode (of ``modes``, by default ``modes_for``): prompts
     of 1 to ``scope.prompt`` tokens, budgets of 1 to ``scope.response``, and every *sequence* of up to ``scope.actions``
     aborts and weight syncs (at most ``scope.versions`` - 1 of them) at every multiset of token counts from 0 (before the
     first token) to the budget, on the last token both before the engine ends the call (race) and after. For each
@@ -155,7 +165,7 @@ def scope_families(
     modes: tuple[PauseMode, ...] | None = None,
 ) -> Iterator[tuple[str, Iterator[Case]]]:
     """The families of ``small_scope`` by name, each with its cases. Raises ``UsageError`` where no pause mode is left."""
-    chosen = PAUSE_MODES[contract.resume] if modes is None else modes
+    chosen = modes_for(flavour, contract) if modes is None else modes
     if not chosen:
         raise UsageError(f"No pause mode to enumerate for {flavour!r}: give at least one of {[str(mode) for mode in PauseMode]}.")
     plan = _Plan(flavour, contract, scope or Scope(), model or Model(), seed, chosen)

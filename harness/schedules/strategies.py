@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hypothesis import strategies as st
 
 from rollproof.case import ActionKind, Case, Model
 from rollproof.contract import Contract
-from rollproof.schedules.drawing import Limits, draw_case, draw_model
+from rollproof.schedules.drawing import Draws, Limits, draw_case, draw_model
 from rollproof.trace import PauseMode
 
 __all__ = ["cases", "models"]
 
 _T = TypeVar("_T")
+_integers = functools.cache(st.integers)
 
 
 class _HypothesisDraws:
@@ -24,13 +26,21 @@ class _HypothesisDraws:
         self._draw = draw
 
     def integer(self, low: int, high: int) -> int:
-        return self._draw(st.integers(low, high))
+        return self._draw(_integers(low, high))
 
     def pick(self, options: Sequence[_T]) -> _T:
         return options[self.integer(0, len(options) - 1)]
 
     def chance(self, percent: int) -> bool:
         return self.integer(0, 99) >= 100 - percent
+
+    def several(self, low: int, high: int, item: Callable[[Draws], _T]) -> list[_T]:
+        return self._draw(st.lists(_item(item), min_size=low, max_size=high)) if high else []
+
+
+@st.composite
+def _item(draw: st.DrawFn, item: Callable[[Draws], _T]) -> _T:
+    return item(_HypothesisDraws(draw))
 
 
 @st.composite
@@ -47,8 +57,8 @@ def cases(
     """Cases of one flavour under ``contract``: several requests and servers, engine options, models, faults.
 
     Each case first draws the subset of ``kinds`` (default: all) that may occur in it (swarm testing, Groce et al.,
-    ISSTA 2012), then actions of these. ``model`` fixes the model instead of drawing one; ``modes`` are the pause modes,
-    by default those under which ``contract.resume`` keeps its promises.
+    ISSTA 2012), then actions of these. ``model`` fixes the model instead of drawing one; ``modes`` are the pause modes
+    (default: ``modes_for``).
     """
     return draw_case(_HypothesisDraws(draw), flavour=flavour, contract=contract, kinds=kinds, model=model, modes=modes, limits=limits)
 
