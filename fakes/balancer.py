@@ -1,0 +1,37 @@
+"""Balancer: gives each call to the server with the fewest calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rollproof.errors import UsageError
+
+__all__ = ["Balancer"]
+
+
+class Balancer:
+    """Least loaded first, in the order of ``servers`` among equals."""
+
+    def __init__(self, servers: Sequence[str]) -> None:
+        self._load = dict.fromkeys(servers, 0)
+
+    @property
+    def load(self) -> dict[str, int]:
+        """Calls acquired and not released, by server."""
+        return dict(self._load)
+
+    def acquire(self, avoid: Collection[str] = ()) -> str:
+        """Count one call for a server and return its id; those in ``avoid`` only where no other is left."""
+        server = min(self._load, key=lambda name: (name in avoid, self._load[name]))
+        self._load[server] += 1
+        return server
+
+    def release(self, server: str) -> None:
+        """Give one call back. Raises ``UsageError`` where none is out."""
+        if self._load.get(server, 0) < 1:
+            raise UsageError(f"Server {server!r} has no acquired call to release; acquired are {self._load}.")
+        self._load[server] -= 1
+
+    def gauges(self) -> dict[str, float]:
+        """Calls acquired and not released."""
+        return {f"balancer/{server}": float(count) for server, count in self._load.items()}

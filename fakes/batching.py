@@ -1,0 +1,247 @@
+"""Continuous batching: what a fake engine computes in a step, and which calls take part.
+
+The order of things is fixed, so that one seed gives one trace: calls run in the order of their admission.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from rollproof.case import EngineOptions
+from rollproof.fakes.calls import EngineCall, reply_to
+from rollproof.fakes.coded import CodedPolicy
+from rollproof.fakes.flavours import Flavour
+from rollproof.fakes.kv import PrefixCache
+from rollproof.records import FinishReason, Version
+from rollproof.trace import Admit, Recorder
+
+__all__ = ["Batch", "EngineHooks"]
+
+
+class EngineHooks:
+    """What an engine tells its surroundings, and asks of them. This one is for an engine that stands alone."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self.context = contextvars.copy_context()
+        """Where servers run: they work for nobody in particular, so a caller's context must not reach them."""
+
+    def new_call(self) -> int:
+        """The id of the next call, from 1."""
+        self._calls += 1
+        return self._calls
+
+    def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
+        """Which request a call belongs to."""
+        return rid or ""
+
+    def rejects(self, request_id: str) -> bool:
+        """Whether this call is to be turned away."""
+        return False
+
+    def queued(self, call: EngineCall) -> bool:
+        """The call entered the queue. True: something happens to it there, so it stays for a step."""
+        return False
+
+    def admitted(self, call: EngineCall) -> None:
+        """The call left the queue; its next token is sampled at the end of this step at the earliest."""
+
+    def watches(self, request_id: str) -> bool:
+        """Whether ``sampled`` and ``looked`` want to be called for each token of this request."""
+        return False
+
+    def sampled(self, call: EngineCall) -> bool:
+        """A token was sampled. True: the engine looks whether the call is finished only a step later."""
+        return False
+
+    def looked(self, call: EngineCall) -> None:
+        """The engine has looked whether the call is finished."""
+
+
+class Batch:
+    """The calls of one server, its KV, and its weights ``version``, shown under ``label``."""
+
+    def __init__(
+        self,
+        server_id: str,
+        policy: CodedPolicy,
+        flavour: Flavour,
+        options: EngineOptions,
+        recorder: Recorder,
+        hooks: EngineHooks,
+        version: int,
+        label: Version,
+    ) -> None:
+        self.version = version
+        self.label = label
+        self.queue: deque[EngineCall] = deque()
+        self.running: dict[int, EngineCall] = {}
+        self.cache = PrefixCache()
+        self._server_id = server_id
+        self._policy = policy
+        self._flavour = flavour
+        self._options = options
+        self._recorder = recorder
+        self._hooks = hooks
+        self._eos = policy.eos_id if policy.eos_every is not None else -1
+
+    @property
+    def in_flight(self) -> list[EngineCall]:
+        """Calls that were not answered: those that run, then those that wait."""
+        return [*self.running.values(), *self.queue]
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether any KV is there that a later forward may use."""
+        return len(self.cache) > 0 or any(call.kv.computed for call in self.running.values())
+
+    def add(self, call: EngineCall) -> None:
+        """Take a call into the queue."""
+        self.queue.append(call)
+        call.held = self._hooks.queued(call)
+
+    def admit(self, only_started: bool) -> None:
+        """Let calls leave the queue while there is room; ``only_started`` those that ran before and were preempted."""
+        for call in self._eligible(only_started):
+            if len(self.running) >= self._options.max_batch or not self._room_for(call):
+                return
+            self.queue.remove(call)
+            if call.deferred and self._finished(call):
+                continue
+            call.running = call.started = True
+            self.running[call.call_id] = call
+            self._recorder.record(Admit(call_id=call.call_id, server_id=self._server_id))
+            if self._options.prefix_cache:
+                call.kv.adopt(self.cache.find(call.ids, len(call.ids) - 1))
+            if call.cached is None:
+                call.cached = call.kv.computed
+                call.admission_label = self.label
+            self._hooks.admitted(call)
+
+    def step(self) -> None:
+        """One forward of the batch: chunks of prefill, and a token for each call whose KV is complete."""
+        policy, eos = self._policy, self._eos
+        next_token, extend = policy.next_token, policy.extend
+        chunk = self._options.prefill_chunk
+        for call in tuple(self.running.values()):
+            if call.deferred and self._finished(call):
+                continue
+            if not call.decoding:
+                done = self._prefill(call, chunk)
+                if chunk is not None:
+                    chunk -= done
+                if not call.decoding:
+                    continue
+            token = next_token(call.key, call.state)
+            call.ids.append(token)
+            if call.watched or token == eos or len(call.ids) >= call.limit:
+                self._look(call)
+            call.state = extend(call.state, token)
+        self._make_room()
+
+    def end(self, call: EngineCall, reason: FinishReason) -> None:
+        """Answer a call that is in flight; it leaves the batch."""
+        call.settle(self.version)
+        reply = reply_to(call, reason, self._policy, self._flavour, self.label)
+        if self.running.pop(call.call_id, None) is None:
+            if call in self.queue:
+                self.queue.remove(call)
+        elif self._options.prefix_cache:
+            self.cache.store(call.ids, call.kv.spans)
+        if not call.future.done():
+            call.future.set_result(reply)
+
+    def drop(self, call: EngineCall) -> None:
+        """Forget a call that nobody waits for."""
+        self.running.pop(call.call_id, None)
+        if call in self.queue:
+            self.queue.remove(call)
+
+    def preempt(self, calls: Iterable[EngineCall]) -> None:
+        """Free the KV of running calls; they go to the head of the queue, the oldest first."""
+        for call in sorted(calls, key=lambda one: list(self.running).index(one.call_id), reverse=True):
+            call.settle(self.version)
+            call.drop_kv(self._flavour)
+            call.running = False
+            del self.running[call.call_id]
+            self.queue.appendleft(call)
+
+    def reweigh(self, version: int) -> None:
+        """From the next step on, compute under weights ``version``."""
+        for call in self.running.values():
+            call.settle(self.version)
+            call.rekey(version)
+        self.version = version
+
+    def show(self, label: Version) -> None:
+        """From the next token on, show ``label``."""
+        self.label = label
+        for call in self.in_flight:
+            if call.labels:
+                call.mark_label(label)
+
+    def clear(self) -> list[EngineCall]:
+        """Lose everything at once; returns the calls that were in flight."""
+        lost = self.in_flight
+        self.running.clear()
+        self.queue.clear()
+        self.cache.clear()
+        return lost
+
+    def _eligible(self, only_started: bool) -> Iterator[EngineCall]:
+        for call in tuple(self.queue):
+            if call.held:
+                call.held = False
+            elif call.started or not only_started:
+                yield call
+
+    def _prefill(self, call: EngineCall, most: int | None) -> int:
+        """Compute up to ``most`` positions; returns how many. With the last one the call begins to decode."""
+        missing = len(call.ids) - call.kv.computed
+        count = missing if most is None else min(most, missing)
+        if not count:
+            return 0
+        key = call.kv.forward(self.version, call.kv.computed + count)
+        if count == missing:
+            call.decoding = True
+            call.mark_key(key)
+            call.mark_label(self.label)
+            if self._options.prefix_cache:
+                self.cache.store(call.ids, call.kv.spans)
+        return count
+
+    def _look(self, call: EngineCall) -> None:
+        """Something may happen after this token: hooks that act on it, or the end of the call."""
+        if not call.watched:
+            self._finished(call)
+            return
+        call.deferred = self._hooks.sampled(call)
+        if not call.deferred:
+            self._finished(call)
+        self._hooks.looked(call)
+
+    def _finished(self, call: EngineCall) -> bool:
+        """End the call if its last token ends it."""
+        call.deferred = False
+        if call.sampled and call.ids[-1] == self._eos:
+            self.end(call, FinishReason.STOP)
+        elif len(call.ids) >= call.limit:
+            self.end(call, FinishReason.LENGTH)
+        else:
+            return False
+        return True
+
+    def _room_for(self, call: EngineCall) -> bool:
+        capacity = self._options.kv_tokens
+        return capacity is None or not self.running or self._held() + len(call.ids) < capacity
+
+    def _make_room(self) -> None:
+        """Preempt the youngest while the KV does not fit. One call alone may exceed the capacity, or nothing would ever end."""
+        capacity = self._options.kv_tokens
+        while capacity is not None and len(self.running) > 1 and self._held() > capacity:
+            self.preempt([next(reversed(self.running.values()))])
+
+    def _held(self) -> int:
+        return sum(len(call.ids) for call in self.running.values())

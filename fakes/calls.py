@@ -1,0 +1,213 @@
+"""One call inside a fake engine: its tokens, its KV, and the reply that it makes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from rollproof.contract import Filler, LayerAxis, Rows
+from rollproof.fakes.coded import CodedPolicy, State
+from rollproof.fakes.flavours import EmptyRoutes, Flavour, Recompute, VersionTag
+from rollproof.fakes.kv import KeySpan, Kv, as_spans, clipped, key_of
+from rollproof.records import EngineOutput, FinishReason, IntArray, Span, Version
+from rollproof.trace import Reply
+
+__all__ = ["EngineCall", "empty_abort", "filler_rows", "handed", "reply_to"]
+
+
+@dataclass(slots=True, eq=False)
+class EngineCall:
+    """A call in flight. ``ids`` are prompt and sampled tokens, ``limit`` the length at which it ends.
+
+    ``key`` codes the next decode step; it is valid while ``decoding``. ``keys`` and ``labels`` are marks: from this
+    many tokens on, tokens are sampled under this key, shown under this label. ``kept`` are rows that outlive their KV.
+    ``started`` says that it left the queue at least once, ``held`` that it may not leave it in this step, ``deferred``
+    that the engine has not looked yet whether it is finished. ``watched``: the hooks want to see each of its tokens.
+    """
+
+    call_id: int
+    request_id: str
+    server_id: str
+    rid: str
+    ids: list[int]
+    prompt_len: int
+    limit: int
+    routes_start: int
+    want_routes: bool
+    want_logprobs: bool
+    future: asyncio.Future[Reply]
+    state: State
+    kv: Kv = field(default_factory=Kv)
+    key: Version = None
+    decoding: bool = False
+    running: bool = False
+    started: bool = False
+    held: bool = False
+    deferred: bool = False
+    watched: bool = False
+    cached: int | None = None
+    admission_label: Version = None
+    keys: list[tuple[int, Version]] = field(default_factory=list)
+    labels: list[tuple[int, Version]] = field(default_factory=list)
+    kept: list[KeySpan] = field(default_factory=list)
+    lost_after: int | None = None
+    late_by: int = 0
+    duplicated: bool = False
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.ids) - self.prompt_len
+
+    def settle(self, version: int) -> None:
+        """Write down the KV that decoding under ``version`` has computed since the last time."""
+        if self.decoding:
+            self.kv.forward(version, len(self.ids) - 1)
+
+    def rekey(self, version: int) -> None:
+        """From here on, decode under weights ``version``."""
+        if self.decoding:
+            self.mark_key(key_of(version, self.kv.weights))
+
+    def mark_key(self, key: Version) -> None:
+        """The next token is sampled under ``key``."""
+        self.key = key
+        if not self.keys or self.keys[-1][1] != key:
+            self.keys.append((self.sampled, key))
+
+    def mark_label(self, label: Version) -> None:
+        """The next token is shown under ``label``."""
+        if not self.labels or self.labels[-1][1] != label:
+            self.labels.append((self.sampled, label))
+
+    def drop_kv(self, flavour: Flavour) -> None:
+        """Lose the KV; ``settle`` first. Rows of sampled tokens stay where the flavour keeps them."""
+        if flavour.recompute is Recompute.KEPT and self.sampled:
+            self.kept = self.rows()
+        self.kv.drop()
+        self.decoding = False
+
+    def rows(self) -> list[KeySpan]:
+        """The keys of the rows that the engine holds, over absolute positions from 0; the last token has none."""
+        end = self.kept[-1].stop if self.kept else 0
+        return self.kept + clipped(self.kv.spans, end, len(self.ids) - 1)
+
+
+def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavour: Flavour, label: Version) -> Reply:
+    """The reply of a call that ends now with ``reason``; ``settle`` it first. ``label`` is the server's now."""
+    count = call.sampled
+    start, stop = call.prompt_len, len(call.ids)
+    keys = [KeySpan(start + low, start + high, key, frozenset()) for low, high, key in _stretches(call.keys, count)]
+    labels = tuple(Span(start=low, end=high, version=version) for low, high, version in _joined(_stretches(call.labels, count)))
+    rows = call.rows()
+    bare = not call.running and not flavour.queued_abort_keeps_keys
+    logprobs = None
+    if call.want_logprobs and (count or flavour.empty_logprobs):
+        logprobs = policy.logprobs_spans([(one.start, one.stop, one.key) for one in keys], call.ids, start, stop)
+    output = EngineOutput(
+        token_ids=tuple(call.ids[start:]),
+        logprobs=logprobs,
+        routes=None if bare or not call.want_routes else _routes(call, rows, policy, flavour),
+        finish_reason=reason,
+        routes_start=call.routes_start,
+        version=_shown_version(flavour, labels, call.admission_label, label),
+        spans=_shown_spans(flavour, labels, label),
+        cached_tokens=None if bare else call.cached,
+        native=flavour.native[reason],
+        message=flavour.queued_message if reason is FinishReason.ABORT and not call.running else "",
+    )
+    return Reply(
+        call_id=call.call_id,
+        output=output,
+        true_tokens=_from_zero(as_spans(keys, start, stop), start),
+        true_rows=as_spans(rows, 0, len(call.ids)),
+    )
+
+
+def empty_abort(call_id: int, flavour: Flavour, label: Version, *, want_logprobs: bool, message: str = "") -> Reply:
+    """The reply to a call that was turned away: an abort of zero tokens."""
+    output = EngineOutput(
+        token_ids=(),
+        logprobs=np.zeros(0) if want_logprobs and flavour.empty_logprobs else None,
+        routes=None,
+        finish_reason=FinishReason.ABORT,
+        version=_shown_version(flavour, (), label, label),
+        spans=_shown_spans(flavour, (), label),
+        native=flavour.native[FinishReason.ABORT],
+        message=message,
+    )
+    return Reply(call_id=call_id, output=output, true_tokens=(), true_rows=())
+
+
+def handed(output: EngineOutput) -> EngineOutput:
+    """What the caller gets: equal arrays of its own, so that nothing it does to them reaches the trace."""
+    routes = output.routes
+    if routes is not None:
+        # a read-only array is handed over as such: a view of one cannot be made writable again
+        routes = routes.copy() if routes.flags.writeable else routes.view()
+    return replace(output, logprobs=None if output.logprobs is None else output.logprobs.copy(), routes=routes)
+
+
+def _routes(call: EngineCall, rows: list[KeySpan], policy: CodedPolicy, flavour: Flavour) -> IntArray | None:
+    """``(rows, layers, top_k)`` from ``routes_start`` on; ``None`` where the engine holds too little to answer."""
+    held = rows[-1].stop if rows else 0
+    if call.sampled:
+        if held < len(call.ids) - 1:
+            return None
+    elif flavour.empty_routes is EmptyRoutes.NONE:
+        return None
+    start = min(call.routes_start, held)
+    routes = policy.routes_spans([(one.start, one.stop, one.key) for one in rows], call.ids, start, held)
+    if flavour.layer_axis is LayerAxis.MOE:
+        routes = routes[:, list(policy.moe_layers)]
+    routes = np.ascontiguousarray(routes, dtype=flavour.dtype(policy.num_experts))
+    if flavour.rows is Rows.ALL:
+        routes = np.concatenate([routes, filler_rows(flavour.final_row, 1, routes)])
+    routes.flags.writeable = flavour.writable
+    return routes
+
+
+def filler_rows(filler: Filler | None, count: int, like: IntArray) -> IntArray:
+    """``(count, layers, top_k)`` of a declared filler, in the layout and dtype of ``like``."""
+    rows = np.zeros((count, *like.shape[1:]), dtype=like.dtype)
+    if filler is Filler.MINUS_ONE:
+        rows[:] = -1
+    elif filler is Filler.ARANGE:
+        rows[:] = np.arange(like.shape[2], dtype=like.dtype)
+    return rows
+
+
+def _stretches(marks: list[tuple[int, Version]], count: int) -> list[tuple[int, int, Version]]:
+    """Marks as stretches ``(from, to, value)`` over ``count`` tokens; of two marks at one place the later counts."""
+    ends = [*marks, (count, None)]
+    return [(low, min(high, count), value) for (low, value), (high, _) in pairwise(ends) if low < min(high, count)]
+
+
+def _joined(stretches: list[tuple[int, int, Version]]) -> list[tuple[int, int, Version]]:
+    out: list[tuple[int, int, Version]] = []
+    for low, high, value in stretches:
+        if out and out[-1][2] == value:
+            out[-1] = (out[-1][0], high, value)
+        else:
+            out.append((low, high, value))
+    return out
+
+
+def _from_zero(spans: tuple[Span, ...], start: int) -> tuple[Span, ...]:
+    return tuple(Span(start=span.start - start, end=span.end - start, version=span.version) for span in spans)
+
+
+def _shown_version(flavour: Flavour, labels: tuple[Span, ...], admitted: Version, now: Version) -> Version:
+    last = labels[-1].version if labels else now
+    return {VersionTag.EMISSION: now, VersionTag.ADMISSION: admitted, VersionTag.SPANS_AND_LAST: last}.get(flavour.version_tag)
+
+
+def _shown_spans(flavour: Flavour, labels: tuple[Span, ...], now: Version) -> tuple[Span, ...]:
+    if not flavour.shows_spans:
+        return ()
+    if not labels and flavour.version_tag is VersionTag.SPANS_AND_LAST:
+        return (Span(start=0, end=0, version=now),)
+    return labels

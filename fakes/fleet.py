@@ -1,0 +1,279 @@
+"""Fleet: the fake servers of a case, the weights that they serve, and what happens to them.
+
+Weights are numbered by the fleet: the trainer's n-th weights are version n, and are published under the label n unless
+nothing is published, or equal weights are published again. ``true`` versions number weights, labels are what is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+from rollproof.case import Action, Case
+from rollproof.contract import Contract, KvPolicy
+from rollproof.errors import CaseError, RollproofError, UsageError
+from rollproof.fakes.balancer import Balancer
+from rollproof.fakes.calls import EngineCall
+from rollproof.fakes.coded import CodedPolicy
+from rollproof.fakes.engine import MAX_LENGTH, FakeEngine
+from rollproof.fakes.failures import ServerDied
+from rollproof.fakes.faults import Schedule, Shot, perform
+from rollproof.fakes.flavours import engine_contract, flavour_named
+from rollproof.fakes.ray_face import RayHandle
+from rollproof.records import Version
+from rollproof.trace import Fault, PauseMode, Recorder, Weights
+
+__all__ = ["CURRENT_REQUEST", "Fleet", "Updater"]
+
+CURRENT_REQUEST: ContextVar[str | None] = ContextVar("rollproof_current_request", default=None)
+"""The request that the running task works for; set by whoever calls ``rollout``."""
+
+Updater: TypeAlias = "Callable[[int | None], Awaitable[None] | None]"
+
+
+class Fleet:
+    """The servers ``s0``, ``s1``, ... of ``case``, all with the weights of ``case.first_version``.
+
+    ``pause_mode`` and ``clear_cache`` are what ``sync`` uses unless it is told otherwise; a subject whose own procedure
+    differs sets them in ``start``. Must be made inside a running event loop. Raises ``CaseError`` for a case that
+    cannot be run.
+    """
+
+    def __init__(self, case: Case, recorder: Recorder) -> None:
+        self.case = case
+        self.recorder = recorder
+        _check(case)
+        self.flavour = flavour_named(case.flavour)
+        self.policy = CodedPolicy.from_model(case.model, case.seed)
+        self.pause_mode = case.pause_mode
+        self.clear_cache = case.clear_cache
+        self.schedule = Schedule(case.actions, self._owner, self._fire)
+        self.updates_failed = 0
+        longest = max(len(request.prompt_ids) + (request.budget or 0) + sum(map(len, request.turns)) for request in case.requests)
+        self.servers: Mapping[str, FakeEngine] = {
+            name: FakeEngine(
+                name,
+                self.policy,
+                self.flavour,
+                case.engine,
+                recorder,
+                version=case.first_version,
+                label=case.first_version,
+                hooks=self.schedule,
+                max_length=max(MAX_LENGTH, longest + 1),
+            )
+            for name in (f"s{i}" for i in range(case.servers))
+        }
+        self.balancer = Balancer(tuple(self.servers))
+        self._labels = case.first_version
+        self._trained = case.first_version
+        self._true: dict[int, int] = {}
+        self._synced: tuple[int, Version] = (case.first_version, case.first_version)
+        self._lock = asyncio.Lock()
+        self._updater: Updater = self.sync
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._spawned = 0
+        self._error: RollproofError | None = None
+        for server in self.servers.values():
+            recorder.record(Weights(server_id=server.server_id, version=server.version, label=server.label, flushed=True))
+
+    @property
+    def engine_contract(self) -> Contract:
+        """What the servers promise, call by call."""
+        return engine_contract(self.flavour, self.case.model, self.kv_policy)
+
+    @property
+    def kv_policy(self) -> KvPolicy:
+        """Whether KV of older weights is used after ``sync``: in frozen calls, or through the prefix cache."""
+        frozen = self.pause_mode in (PauseMode.KEEP, PauseMode.IN_PLACE)
+        cleared = self.clear_cache and self.pause_mode is not PauseMode.IN_PLACE
+        return KvPolicy.KEEP if not cleared and (frozen or self.case.engine.prefix_cache) else KvPolicy.RECOMPUTE
+
+    def ray_handles(self) -> dict[str, RayHandle]:
+        """The servers behind handles that look like those of Ray actors, by id."""
+        return {name: RayHandle(server) for name, server in self.servers.items()}
+
+    def next_version(self) -> int:
+        """A label that was not used before."""
+        self._labels += 1
+        return self._labels
+
+    def train(self, *, identity: bool = False) -> int:
+        """The trainer makes new weights; returns their label. With ``identity`` a new label for the weights it has."""
+        label = self.next_version()
+        if identity:
+            self._true[label] = self._trained
+        else:
+            self._trained = label
+        return label
+
+    def weights_of(self, label: int | None) -> int:
+        """The true version of the weights that are published under ``label``; ``None``: those that the trainer has now."""
+        return self._trained if label is None else self._true.get(label, label)
+
+    def set_updater(self, updater: Updater) -> None:
+        """Have weight updates done by ``updater(label or None)``: the subject's own procedure. Default: ``sync``."""
+        self._updater = updater
+
+    async def update(self, label: int | None) -> bool:
+        """One weight update by the updater; whether it worked. What it raises is recorded as a fault, not raised."""
+        try:
+            done = self._updater(label)
+            if inspect.isawaitable(done):
+                await done
+        except RollproofError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a stack's procedure raises, the run goes on and is judged
+            self.updates_failed += 1
+            self.recorder.record(Fault(what="update-failure", detail=f"{type(error).__name__}: {error}"))
+            return False
+        return True
+
+    async def sync(
+        self,
+        version: int | None,
+        *,
+        mode: PauseMode | None = None,
+        clear_cache: bool | None = None,
+        servers: Iterable[str] | None = None,
+    ) -> None:
+        """The default weight update: pause, load, resume, on all living servers (or on ``servers``); one at a time.
+
+        ``version`` is the label to publish (``None``: no label). Whatever fails, the servers are resumed. Raises what
+        the transfer raised; a server that dies meanwhile is left out.
+        """
+        async with self._lock:
+            if version is None and self._trained == self._synced[0]:
+                self.train()
+            true = self.weights_of(version)
+            self._labels = max(self._labels, version or 0)
+            self._trained = max(self._trained, true)
+            targets = [server for server in map(self._server, servers or self.servers) if server.alive]
+            mode = self.pause_mode if mode is None else mode
+            clear = self.clear_cache if clear_cache is None else clear_cache
+            try:
+                await _each(server.pause(mode, clear) for server in targets)
+                await _each(server.load(true, version, identity=true == server.version) for server in targets)
+                if servers is None:
+                    self._synced = (true, version)
+            finally:
+                await _each(server.resume() for server in targets)
+
+    async def revive(self, server_id: str) -> None:
+        """Bring a dead server back, with the newest weights that the fleet serves; after the sync that runs, if one does."""
+        async with self._lock:
+            alive = [server for server in self.servers.values() if server.alive]
+            known = [self._synced, *((server.version, server.label) for server in [*alive, self._server(server_id)])]
+            version, label = max(known, key=lambda pair: pair[0])
+            self._server(server_id).revive(version, label)
+
+    def relabel(self) -> None:
+        """Publish a new label on every living server; the weights stay."""
+        label = self.train(identity=True)
+        self._synced = (self._synced[0], label)
+        for server in self.servers.values():
+            if server.alive:
+                server.relabel(label)
+
+    async def settle(self) -> None:
+        """Wait until every action that fired has done its work. Raises what it raised of our own errors.
+
+        An action that outlasts the case's deadline is cancelled and recorded as the fault ``update-hung``.
+        """
+        while self._tasks:
+            tasks = list(self._tasks.values())
+            done, late = await asyncio.wait(tasks, timeout=self.case.deadline)
+            if not done:
+                for task in tasks:
+                    if task in late:
+                        self.recorder.record(Fault(what="update-hung", detail=task.get_name()))
+                        task.cancel()
+                await asyncio.gather(*late, return_exceptions=True)
+        if self._error is not None:
+            raise self._error
+
+    def gauges(self) -> dict[str, float]:
+        """Counters of servers and balancer that return to where they started."""
+        out = self.balancer.gauges()
+        for server in self.servers.values():
+            out.update(server.gauges())
+        return out
+
+    def _server(self, server_id: str) -> FakeEngine:
+        try:
+            return self.servers[server_id]
+        except KeyError:
+            raise UsageError(f"The fleet has no server {server_id!r}; it has {list(self.servers)}.") from None
+
+    def _fire(self, action: Action, call: EngineCall) -> None:
+        deed = perform(Shot(self, action, call))
+        if deed is not None:
+            self._spawn(self._guarded(deed), f"{action.do} at {action.when.request}/{action.when.tokens}")
+
+    async def _guarded(self, deed: Coroutine[Any, Any, None]) -> None:
+        try:
+            await deed
+        except ServerDied:
+            return  # the server that an action aimed at died first
+        except RollproofError as error:
+            self._error = self._error or error
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._spawned += 1
+        number = self._spawned
+        context = self.schedule.context.copy()
+        task = asyncio.get_running_loop().create_task(work, name=f"action {number}: {name}", context=context)
+        self._tasks[number] = task
+        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+
+    def _owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
+        """Whose call this is: the task's request, or the one whose prompt is the longest that the call starts with."""
+        current = CURRENT_REQUEST.get()
+        if current is not None:
+            return current
+        fitting = [request for request in self.case.requests if prompt_ids[: len(request.prompt_ids)] == request.prompt_ids]
+        if not fitting:
+            return ""
+        longest = max(len(request.prompt_ids) for request in fitting)
+        twins = [request.request_id for request in fitting if len(request.prompt_ids) == longest]
+        return min(twins, key=lambda twin: self._unlikely(twin, prompt_ids))
+
+    def _unlikely(self, request_id: str, prompt_ids: tuple[int, ...]) -> tuple[bool, int]:
+        """Of requests that share a prompt: whether one already has a call out, and how far the call is from its last one."""
+        last = self.schedule.latest.get(request_id)
+        if last is None:
+            return (False, len(prompt_ids))
+        same = next((i for i, (a, b) in enumerate(zip(last.ids, prompt_ids, strict=False)) if a != b), len(last.ids))
+        return (not last.future.done(), len(prompt_ids) - same)
+
+
+async def _each(deeds: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Do all at once and wait for all; raises the first error that is not the death of a server."""
+    for outcome in await asyncio.gather(*deeds, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, ServerDied):
+            raise outcome
+
+
+def _check(case: Case) -> None:
+    options, names = case.engine, [f"s{i}" for i in range(case.servers)]
+    problems = [
+        f"engine.{name}={value!r} must be at least 1."
+        for name, value in (("max_batch", options.max_batch), ("prefill_chunk", options.prefill_chunk), ("kv_tokens", options.kv_tokens))
+        if value is not None and value < 1
+    ]
+    if not options.step > 0:
+        problems.append(f"engine.step={options.step!r} must be above 0 virtual seconds.")
+    problems += [
+        f"The action {action.do} names server {action.server!r}; the case has {names}."
+        for action in case.actions
+        if action.server is not None and action.server not in names
+    ]
+    try:
+        flavour_named(case.flavour)
+    except UsageError as error:
+        problems.append(str(error))
+    if problems:
+        raise CaseError("This case cannot be run:\n  - " + "\n  - ".join(problems))
