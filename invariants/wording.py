@@ -10,7 +10,7 @@ from rollproof.records import Version
 if TYPE_CHECKING:
     from rollproof.view import Attempt, RequestView
 
-__all__ = ["call_name", "count", "listing", "ranges", "segment_name", "share", "version_name", "window"]
+__all__ = ["call_name", "count", "listing", "ranges", "segment_name", "share", "verb", "version_name", "window"]
 
 _SHOWN = 6
 
@@ -45,6 +45,11 @@ def window(values: Sequence[object], at: int = 0, width: int = _SHOWN) -> str:
     start = max(0, min(at - width // 2, len(values) - width))
     texts = [_value(value) for value in values[start : start + width]]
     return "[" + ", ".join(["..."] * (start > 0) + texts + ["..."] * (start + width < len(values))) + "]"
+
+
+def verb(number: int, one: str, many: str) -> str:
+    """The form that agrees with a number."""
+    return one if number == 1 else many
 
 
 def listing(items: Iterable[object], last: str = "and") -> str:

@@ -1,0 +1,168 @@
+"""Samplers: which labels are right for which tokens of a delivered sample, and how far anybody can know.
+
+Ground truth is the version that the fake engine says sampled a token, under every label that those weights were ever
+published with (a retag makes two of them right). Where there is none, the spans that an engine shows are believed, and
+so is the one label of a call during which its server's weights and label did not change. All else is unknown, and an
+unknown version equals nothing. A stack is not blamed for what its engine showed it: where that was wrong
+(``versions.engine-tags``), or coarser than the truth, either reading is accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from rollproof.contract import Versions
+from rollproof.invariants.delivery import delivery
+from rollproof.records import Version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rollproof.stitching import Stretch
+    from rollproof.view import Attempt, History, RequestView
+
+__all__ = ["Key", "Sampler", "engines_show_versions", "key", "published", "samplers", "zero_token_labels"]
+
+Key: TypeAlias = "int | str | None"
+"""A label in the form in which labels are compared: ``"7"`` and ``7`` are one label (SGLang's are strings)."""
+
+
+def key(label: Version) -> Key:
+    """The label for comparison: whole numbers as ints, also where an engine spells them as strings."""
+    if isinstance(label, str):
+        text = label.strip()
+        return int(text) if text.isascii() and text.removeprefix("-").isdigit() else text
+    return label
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Response tokens ``start`` to ``end`` of ``attempt``, sampled under one version.
+
+    ``labels`` are the right ones (empty: the weights never had one; ``None``: nobody knows). ``accepted`` adds what a
+    stack cannot know better, and is ``None`` where no tag can be called wrong. ``unlabelled``: the weights were loaded and
+    never published. ``exact`` is whether ``accepted`` is the truth alone.
+    """
+
+    start: int
+    end: int
+    attempt: int
+    labels: frozenset[Key] | None
+    shown: Key
+    accepted: frozenset[Key] | None
+    unlabelled: bool = False
+    exact: bool = True
+
+    @property
+    def misled(self) -> bool:
+        """Whether the engine showed a label that the truth contradicts."""
+        return bool(self.labels) and self.shown is not None and self.shown not in (self.labels or ())
+
+
+def samplers(view: RequestView) -> tuple[Sampler, ...] | None:
+    """The samplers of the delivered response, in order, worked out once; ``None`` where tokens and reference do not line up."""
+    if "samplers" not in view.memo:
+        found = delivery(view)
+        view.memo["samplers"] = _samplers(view, found.count) if found is not None and found.known and found.aligned else None
+    out: tuple[Sampler, ...] | None = view.memo["samplers"]
+    return out
+
+
+def engines_show_versions(view: RequestView) -> bool:
+    """Whether the engines show version labels at all, by contract or, where there is none, by what this request was shown."""
+    if view.engine is not None:
+        return view.engine.versions is not Versions.NONE
+    return any(reply.output.version is not None or reply.output.spans for attempt in view.attempts for reply in attempt.replies)
+
+
+def published(history: History, label: Version) -> bool:
+    """Whether the label was ever published, in either spelling."""
+    return _rank(history, label) is not None
+
+
+def order(history: History, labels: Iterable[Key]) -> dict[Key, int] | None:
+    """Rank of each label: by number where all are numbers, else by first publication; ``None`` where one was never published."""
+    found = set(labels)
+    if all(isinstance(label, int) for label in found):
+        return {label: label for label in found if isinstance(label, int)}
+    ranks = {label: _rank(history, label) for label in found}
+    out = {label: rank for label, rank in ranks.items() if rank is not None}
+    return out if len(out) == len(ranks) else None
+
+
+def zero_token_labels(view: RequestView) -> frozenset[Key]:
+    """The labels that replies without tokens showed."""
+    empty = (attempt.consumed for attempt in view.segments)
+    return frozenset(key(reply.output.version) for reply in empty if reply is not None and not reply.output.token_ids)
+
+
+def _rank(history: History, label: Version) -> int | None:
+    rank = history.rank_of(label)
+    if rank is None and label is not None:
+        rank = history.rank_of(str(label) if isinstance(label, int) else key(label))
+    return rank
+
+
+def _samplers(view: RequestView, count: int) -> tuple[Sampler, ...]:
+    by_attempt: dict[int, list[Stretch]] = {}
+    for stretch in view.stitched.stretches:
+        if stretch.attempt >= 0 and stretch.start < count:
+            by_attempt.setdefault(stretch.attempt, []).append(stretch)
+    return tuple(sampler for number, stretches in by_attempt.items() for sampler in _of_call(view, view.attempts[number], stretches, count))
+
+
+def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], count: int) -> list[Sampler]:
+    reply = attempt.consumed
+    spans = bool(reply is not None and reply.output.spans)
+    truths = [_truth(view, attempt, stretch, spans) for stretch in stretches]
+    # one label for a call that several versions sampled says which of them only by convention (admission or emission)
+    blind = not spans and len({truth for truth, _ in truths}) > 1
+    showing = engines_show_versions(view)
+    everything = frozenset().union(*(truth for truth, _ in truths if truth is not None))
+    out = []
+    for stretch, (labels, unlabelled) in zip(stretches, truths, strict=True):
+        shown = key(stretch.shown)
+        accepted: frozenset[Key] | None
+        if labels is None or (shown is None and (unlabelled or showing)):
+            accepted = None  # a tag where none was shown is judged by versions.unknown-stays-unknown
+        elif unlabelled or blind:
+            accepted = everything | {shown} if blind else frozenset({shown})
+        else:
+            accepted = labels | {shown} if shown is not None else labels
+        out.append(
+            Sampler(
+                start=stretch.start,
+                end=min(stretch.end, count),
+                attempt=stretch.attempt,
+                labels=labels,
+                shown=shown,
+                accepted=accepted,
+                unlabelled=unlabelled,
+                exact=accepted is not None and accepted == labels,
+            )
+        )
+    return out
+
+
+def _truth(view: RequestView, attempt: Attempt, stretch: Stretch, spans: bool) -> tuple[frozenset[Key] | None, bool]:
+    """The labels of the weights that sampled the stretch, and whether those weights were loaded but never published."""
+    history = view.history
+    if stretch.true is not None:
+        labels = history.labels_of(stretch.true)
+        if labels:
+            return frozenset(key(label) for label in labels), False
+        if stretch.true in history.unlabelled():
+            return frozenset(), True
+    if stretch.shown is not None and (spans or _untouched(view, attempt)):
+        return frozenset({key(stretch.shown)}), False
+    return None, False
+
+
+def _untouched(view: RequestView, attempt: Attempt) -> bool:
+    """Whether the server's weights and label stayed the same while it worked on the call; false where no update was recorded at all."""
+    reply = attempt.consumed
+    if reply is None or not view.history.updates:
+        return False
+    server, first, last = attempt.call.server_id, attempt.call.index, reply.index
+    return not any(update.server_id == server and first < update.index < last for update in reversed(view.history.updates))

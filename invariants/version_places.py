@@ -1,0 +1,207 @@
+"""Version checks on spans and per-token tags: they lie where the tokens are, and each names its token's sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rollproof.checks import Check, Collector, request_check
+from rollproof.contract import Contract, Versions
+from rollproof.invariants.delivery import delivery, missing_reason
+from rollproof.invariants.samplers import Sampler, key, order, published, samplers
+from rollproof.invariants.version_words import sampled_by, tag_list
+from rollproof.invariants.wording import count, ranges, share, verb, version_name
+from rollproof.records import Rollout, Span, Version
+
+if TYPE_CHECKING:
+    from rollproof.view import RequestView
+
+__all__ = ["CHECKS"]
+
+
+def _only(kind: Versions) -> Callable[[Contract], str | None]:
+    def applies(contract: Contract) -> str | None:
+        return None if contract.versions is kind else f"the contract declares versions={str(contract.versions)!r}"
+
+    return applies
+
+
+@request_check(
+    "versions.spans-cover",
+    promise="Version spans lie in order, do not overlap, and cover every sampled token of the response.",
+    needs="a delivered sample with spans",
+    exercised_by="spans",
+    applies=_only(Versions.SPAN),
+)
+def spans_cover(view: RequestView, out: Collector) -> None:
+    """Walk over the spans. Empty spans are harmless; tokens of the environment need none."""
+    found = delivery(view)
+    if found is None:
+        return out.absent(missing_reason(view))
+    spans, parts = found.rollout.spans, samplers(view)
+    if parts is None:
+        return out.absent(found.why or "the tokens are not those that were sampled (stitch.tokens)")
+    if not spans or not parts:
+        return None
+    out.exercised("spans", len(spans))
+    fault = _span_fault(spans, len(found.rollout.response_ids), parts)
+    if fault is None:
+        return None
+    title, index = fault
+    return out.finding(
+        title,
+        expected=f"spans in order, from 0 to {len(found.rollout.response_ids)}, without gap or overlap",
+        observed=", ".join(f"{span.start}-{span.end}: {version_name(span.version)}" for span in spans[:8])
+        + (", ..." if len(spans) > 8 else ""),
+        where=view.where(index=index),
+        hint="Each reply's spans count from its own first token: on a resume they must be moved by what was sampled before.",
+    )
+
+
+def _span_fault(spans: Sequence[Span], length: int, parts: Sequence[Sampler]) -> tuple[str, int] | None:
+    at = 0
+    gaps: list[tuple[int, int]] = []
+    for number, span in enumerate(spans):
+        if span.end < span.start or span.start < 0 or span.end > length:
+            return f"Span {number} ({span.start} to {span.end}) does not lie in the response of {count(length, 'token')}", max(
+                0, span.start
+            )
+        if span.end == span.start:
+            continue
+        if span.start < at:
+            return f"Span {number} begins at {span.start}, before the one before it has ended at {at}", span.start
+        if span.start > at:
+            gaps.append((at, span.start))
+        at = span.end
+    if at < length:
+        gaps.append((at, length))
+    bare = [i for low, high in gaps for part in parts for i in range(max(low, part.start), min(high, part.end))]
+    if bare:
+        sampled = sum(part.end - part.start for part in parts)
+        return f"{share(len(bare), sampled, 'sampled token')} {verb(len(bare), 'lies', 'lie')} in no span: {ranges(bare)}", bare[0]
+    return None
+
+
+@request_check(
+    "versions.span-tags",
+    promise="The version of a span sampled every token in it.",
+    needs="a delivered sample with spans, and the versions that sampled its tokens",
+    exercised_by=("tokens in spans", "samples across versions"),
+    applies=_only(Versions.SPAN),
+)
+def span_tags(view: RequestView, out: Collector) -> None:
+    """Compare each span with the samplers below it."""
+    found, parts = delivery(view), samplers(view)
+    if found is None or parts is None:
+        return out.absent("needs a delivered sample whose tokens are those that were sampled")
+    spans = found.rollout.spans
+    if not spans or _span_fault(spans, len(found.rollout.response_ids), parts) is not None:
+        return None
+    _count_exact(parts, "tokens in spans", out)
+    wrong: list[tuple[int, Version]] = []
+    at = 0
+    for part in parts:
+        while at < len(spans) and spans[at].end <= part.start:
+            at += 1
+        for span in spans[at:]:
+            if span.start >= part.end:
+                break
+            if _is_wrong(view, part, span.version):
+                wrong += [(i, span.version) for i in range(max(span.start, part.start), min(span.end, part.end))]
+    if wrong:
+        _wrong_tags(view, found.rollout, parts, wrong, out)
+    return None
+
+
+@request_check(
+    "versions.one-tag-per-token",
+    promise="There is exactly one version tag per response token.",
+    needs="a delivered sample with per-token tags",
+    exercised_by="samples with token tags",
+    applies=_only(Versions.TOKEN),
+)
+def one_per_token(view: RequestView, out: Collector) -> None:
+    """Compare the two lengths."""
+    found = delivery(view)
+    if found is None:
+        return out.absent(missing_reason(view))
+    tags, tokens = found.rollout.token_versions, len(found.rollout.response_ids)
+    if tags is None:
+        return out.absent("the samples carry no token versions")
+    out.exercised("samples with token tags")
+    if len(tags) == tokens or found.fits(len(tags)):
+        return None
+    return out.finding(
+        f"The sample has {count(len(tags), 'version tag')} for {count(tokens, 'token')}",
+        expected=f"one version per response token: {tokens}",
+        observed=f"{len(tags)}: {tag_list(tags)}",
+        where=view.where(),
+        hint="Tags must be appended with the tokens of each segment; prompt tokens have none.",
+    )
+
+
+@request_check(
+    "versions.token-tags",
+    promise="The version tag of a token is the version that sampled it.",
+    needs="a delivered sample with per-token tags, and the versions that sampled its tokens",
+    exercised_by=("tokens", "samples across versions"),
+    applies=_only(Versions.TOKEN),
+)
+def token_tags(view: RequestView, out: Collector) -> None:
+    """Compare tag by tag with the samplers."""
+    found, parts = delivery(view), samplers(view)
+    if found is None or parts is None:
+        return out.absent("needs a delivered sample whose tokens are those that were sampled")
+    tags = found.rollout.token_versions
+    if tags is None or len(tags) != len(found.rollout.response_ids):
+        return None
+    _count_exact(parts, "tokens", out)
+    wrong: list[tuple[int, Version]] = []
+    for part in parts:
+        piece = tags[part.start : part.end]
+        bad = {tag for tag in set(piece) if _is_wrong(view, part, tag)}
+        if bad:
+            wrong += [(i, tag) for i, tag in enumerate(piece, part.start) if tag in bad]
+    if wrong:
+        _wrong_tags(view, found.rollout, parts, wrong, out)
+    return None
+
+
+def _count_exact(parts: Sequence[Sampler], counter: str, out: Collector) -> None:
+    known = sum(part.end - part.start for part in parts if part.exact)
+    out.exercised(counter, known)
+    out.exercised("samples across versions", int(len({part.labels for part in parts if part.exact}) > 1))
+    if not known and parts:
+        out.absent("which version sampled the tokens is not known")
+
+
+def _is_wrong(view: RequestView, part: Sampler, tag: Version) -> bool:
+    """Absent tags are judged by ``versions.present``, made-up ones by ``versions.published``, those of unknown weights elsewhere."""
+    if tag is None or part.accepted is None or key(tag) in part.accepted:
+        return False
+    return published(view.history, tag) or not view.history.labels
+
+
+def _wrong_tags(
+    view: RequestView, rollout: Rollout, parts: Sequence[Sampler], wrong: Sequence[tuple[int, Version]], out: Collector
+) -> None:
+    indexes = [index for index, _ in wrong]
+    tags = list(dict.fromkeys(tag for _, tag in wrong))
+    first = wrong[0]
+    part = next(part for part in parts if part.start <= first[0] < part.end)
+    ranks = order(view.history, [key(first[1]), *(part.labels or ())])
+    later = ranks is not None and all(ranks[key(first[1])] > ranks[label] for label in part.labels or ())
+    total = sum(part.end - part.start for part in parts)
+    out.finding(
+        f"{share(len(wrong), total, 'sampled token')} {verb(len(wrong), 'carries', 'carry')} a version that did not sample "
+        f"{verb(len(wrong), 'it', 'them')}",
+        expected=sampled_by(parts),
+        observed=f"version {tag_list(tags)} at response index {ranges(indexes)}",
+        where=view.where(index=first[0], segment=view.segment_of(len(rollout.prompt_ids) + first[0]), version=first[1]),
+        hint="The tag was published after the token was sampled: it was read after the reply had come, not with it (AReaL #1569)."
+        if later
+        else "An older tag was kept when the weights changed: read the version anew with every reply.",
+    )
+
+
+CHECKS: tuple[Check, ...] = (spans_cover, span_tags, one_per_token, token_tags)
