@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rollproof.invariants.route_evidence import RouteEvidence
     from rollproof.view import RequestView
 
-__all__ = ["CountStory", "count_story", "wanted_rows"]
+__all__ = ["CountStory", "count_story", "uncut_rows", "wanted_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,12 @@ def wanted_rows(evidence: RouteEvidence) -> str:
     return f"{text} from position {evidence.start} on" if evidence.start else text
 
 
+def uncut_rows(view: RequestView, evidence: RouteEvidence) -> int:
+    """The rows of all tokens that the engines sampled, whatever became of the response."""
+    sampled = len(view.request.prompt_ids) + len(view.stitched.response_ids)
+    return sampled - evidence.start - (evidence.contract.rows is not Rows.ALL)
+
+
 def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
     """Why a sample has the number of rows that it has, as far as the replies tell."""
     rows, want, contract = evidence.rows, evidence.row_counts[-1], view.contract
@@ -44,6 +50,12 @@ def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
     if joined is not None:
         return joined
     where = {"position": evidence.start + min(rows, want)}
+    if evidence.cut and rows == uncut_rows(view, evidence):
+        return CountStory(
+            observed=f"{rows} rows: {plural(rows - want, 'token')} of the response were cut off, and their rows were not",
+            hint="Cut routed_experts where the response is cut. Same cause: verl #6027, #6089 (18057 rows for 17804 tokens), miles #1069.",
+            where=where,
+        )
     if rows == want + 1 and contract.rows is Rows.FORWARDED:
         return CountStory(
             observed=f"{rows} rows, one more than tokens were forwarded: the last row is no capture",

@@ -72,11 +72,17 @@ class RouteEvidence:
 
         Where the trace holds no replies with routes, all rows but the last of a contract with T rows.
         """
-        if self.hindrance is None:
-            parts = [(max(piece.start, self.start), min(piece.end, self.end)) for piece in self.pieces]
-        else:
-            parts = [(self.start, min(self.end, self.total - 1) if self.contract.rows is Rows.ALL else self.end)]
-        return tuple(part for part in parts if part[0] < part[1])
+        if self.hindrance is not None:
+            end = min(self.end, self.total - 1) if self.contract.rows is Rows.ALL else self.end
+            return ((self.start, end),) if self.start < end else ()
+        parts: list[Interval] = []
+        for piece in self.pieces:
+            low, high = max(piece.start, self.start), min(piece.end, self.end)
+            if parts and parts[-1][1] == low:
+                low = parts.pop()[0]
+            if low < high:
+                parts.append((low, high))
+        return tuple(parts)
 
     @cached_property
     def uncaptured(self) -> tuple[Interval, ...]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollproof.checks import Collector, request_check
-from rollproof.contract import Filler, Rows
+from rollproof.contract import Filler
 from rollproof.invariants import route_evidence
-from rollproof.invariants.route_counts import count_story, wanted_rows
+from rollproof.invariants.route_counts import count_story, uncut_rows, wanted_rows
 from rollproof.invariants.route_strays import Stray, group_of
 from rollproof.invariants.route_words import amount, has_routes, plural
 from rollproof.records import FinishReason
@@ -73,9 +73,9 @@ def _presence(view: RequestView, out: Collector) -> None:
 
 @request_check(
     "routes.rows",
-    promise="A sample carries as many route rows as its contract says, whatever the schedule of aborts and resumes.",
+    promise="A sample carries as many route rows as its contract says, whatever the schedule of aborts, resumes and cuts.",
     needs="a delivered sample with routes",
-    exercised_by=("samples from one call", "resumed samples"),
+    exercised_by=("samples from one call", "resumed samples", "cut samples"),
     applies=has_routes,
 )
 def _rows(view: RequestView, out: Collector) -> None:
@@ -83,12 +83,10 @@ def _rows(view: RequestView, out: Collector) -> None:
         out.absent(_NO_SAMPLE if view.rollout is None else _NO_ROUTES)
         return
     sampled = len(view.request.prompt_ids) + len(view.stitched.response_ids)
-    uncut = sampled - evidence.start - (view.contract.rows is not Rows.ALL)
-    if evidence.rows not in evidence.row_counts and evidence.total != sampled and evidence.rows == uncut:
-        # the rows fit the tokens that the engines sampled: that the response does not is for routes.cut or the family stitch to say
-        out.absent("the rows belong to the tokens that the engines sampled, and the sample has others")
+    if not evidence.cut and evidence.total != sampled and evidence.rows == uncut_rows(view, evidence):
+        out.absent("the rows belong to the tokens that the engines sampled, and the sample has others (the family stitch says which)")
         return
-    out.exercised("resumed samples" if view.resumed else "samples from one call")
+    out.exercised("cut samples" if evidence.cut else "resumed samples" if view.resumed else "samples from one call")
     if evidence.rows in evidence.row_counts:
         return
     rollout = view.rollout
@@ -101,31 +99,6 @@ def _rows(view: RequestView, out: Collector) -> None:
         observed=story.observed,
         where=view.where(**story.where),
         hint=story.hint,
-    )
-
-
-@request_check(
-    "routes.cut",
-    promise="Where a response is cut, the rows of the tokens that were cut off go with them.",
-    needs="a delivered sample with routes whose response is shorter than what the engines sampled",
-    exercised_by="cut samples",
-    applies=has_routes,
-)
-def _cut(view: RequestView, out: Collector) -> None:
-    if view.rollout is None or not (evidence := route_evidence.of(view)).cut or evidence.routes is None:
-        out.absent("no response with routes was cut")
-        return
-    out.exercised("cut samples")
-    sampled = len(view.request.prompt_ids) + len(view.stitched.response_ids)
-    if evidence.rows in evidence.row_counts or evidence.rows != sampled - evidence.start - (view.contract.rows is not Rows.ALL):
-        return
-    gone = sampled - evidence.total
-    out.finding(
-        f"{plural(gone, 'token')} cut off, and no route row",
-        expected=f"{evidence.row_counts[-1]} rows for the {plural(evidence.total, 'token')} that are left",
-        observed=f"{evidence.rows} rows: those of all {sampled} tokens",
-        where=view.where(position=evidence.total),
-        hint="Cut routed_experts where the response is cut. Same cause: verl #6027 and #6089 (18057 rows for 17804 tokens), miles #1069.",
     )
 
 
@@ -208,5 +181,5 @@ def _dtype(view: RequestView, out: Collector) -> None:
         )
 
 
-CHECKS = (_presence, _rows, _cut, _shape, _dtype)
+CHECKS = (_presence, _rows, _shape, _dtype)
 """Checks of presence and shape."""

@@ -29,6 +29,10 @@ _FEW_TOKENS = 4
 """A prompt of one repeated token may well choose the same experts everywhere: more different ids than this are asked for."""
 
 
+_GLANCE = 64
+"""Rows looked at in one go where the first ones nearly always decide."""
+
+
 def _readable(view: RequestView, out: Collector) -> RouteEvidence | None:
     if view.rollout is None:
         out.absent("no sample was handed over")
@@ -177,22 +181,22 @@ def _live(view: RequestView, out: Collector) -> None:
 
 def _dead_columns(evidence: RouteEvidence) -> list[int]:
     """MoE columns whose captured cells are all zero; looks at few rows where the first ones show life."""
-    alive: BoolArray | None = None
+    seen: IntArray | None = None
     for low, high in evidence.captured:
-        for at in range(low, high, 256):
-            rows = evidence.delivered(at, min(high, at + 256))
-            now = rows.any(axis=(0, 2))
-            alive = now if alive is None else alive | now
-            if alive.all():
+        for at in range(low, high, _GLANCE):
+            rows = evidence.delivered(at, min(high, at + _GLANCE))
+            bits = np.bitwise_or.reduce(rows, axis=0)
+            seen = bits if seen is None else seen | bits
+            if seen.any(axis=1).all():
                 return []
-    return [] if alive is None else np.flatnonzero(~alive).tolist()
+    return [] if seen is None else np.flatnonzero(~seen.any(axis=1)).tolist()
 
 
 def _all_equal(evidence: RouteEvidence) -> bool:
     first = evidence.delivered(evidence.captured[0][0], evidence.captured[0][0] + 1)
     for low, high in evidence.captured:
-        for at in range(low, high, 256):
-            if (evidence.delivered(at, min(high, at + 256)) != first).any():
+        for at in range(low, high, _GLANCE):
+            if (evidence.delivered(at, min(high, at + _GLANCE)) != first).any():
                 return False
     return True
 
