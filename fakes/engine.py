@@ -217,7 +217,7 @@ class FakeEngine:
             self._batch.reweigh(version)
             self._publish(label, loaded=True)
 
-    def progress(self) -> dict[int, int | None]:
+    def progress(self) -> dict[int, int]:
         """Tokens sampled by each call in flight, by call id."""
         return {call.call_id: call.sampled for call in sorted(self.in_flight, key=lambda call: call.call_id)}
 

@@ -182,17 +182,18 @@ class AsSampled:
     async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
         """One reply. A server that died, lost the reply or is paused is tried again, elsewhere where there is another."""
         avoid: list[str] = []
-        for _ in range(self.chosen.patience):
+        for left in reversed(range(self.chosen.patience)):
             server_id = self.acquire(sample, avoid)
             try:
                 return await self.call(server_id, sample, sent, budget)
-            except (ConnectionError, EnginePaused) as error:
-                failure = error
+            except (ConnectionError, EnginePaused):
+                if not left:
+                    raise
                 avoid = [server_id]
             finally:
                 self.release(server_id)
             await self.wait()
-        raise failure
+        raise RuntimeError(f"{sample.request.request_id} was given no patience.")
 
     async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
         """One call to one server. Each has a handle of its own, of which none is the beginning of another."""
