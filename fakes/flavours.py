@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from rollproof.case import Model
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, TagRead, Versions
 from rollproof.errors import UsageError
 from rollproof.records import FinishReason
 from rollproof.trace import PauseMode
@@ -115,6 +115,7 @@ def engine_contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Cont
         rows=flavour.rows,
         resume=ResumeBy.ENGINE,
         versions=_ENGINE_VERSIONS[flavour.version_tag],
+        tag_read=_TAG_READ.get(flavour.version_tag),
         logprobs=flavour.logprobs,
         abort_surfaces=True,
         kv_policy=kv_policy,
@@ -145,6 +146,7 @@ _ENGINE_VERSIONS: Mapping[VersionTag, Versions] = {
     VersionTag.SPANS: Versions.SPAN,
     VersionTag.SPANS_AND_LAST: Versions.SPAN,
 }
+_TAG_READ: Mapping[VersionTag, TagRead] = {VersionTag.EMISSION: TagRead.EMISSION, VersionTag.ADMISSION: TagRead.ADMISSION}
 _ANY = 1 << 31
 _PLAIN = MappingProxyType({FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"})
 _VLLM_MODES = (PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP)

@@ -24,6 +24,7 @@ __all__ = [
     "Provenance",
     "ResumeBy",
     "Rows",
+    "TagRead",
     "Versions",
 ]
 
@@ -89,6 +90,15 @@ class Versions(StrEnum):
     TOKEN = "token"
 
 
+class TagRead(StrEnum):
+    """When an engine reads the one label that it shows with a reply."""
+
+    ADMISSION = "admission"
+    """When the call was admitted (vLLM): it may name weights that sampled no token."""
+    EMISSION = "emission"
+    """When the reply was made (SGLang, verl's servers): wrong for a call that an update overtook."""
+
+
 class Logprobs(StrEnum):
     """What a rollout logprob is the logarithm of."""
 
@@ -137,7 +147,8 @@ class Contract:
 
     ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as ``"uint8"``, or several
     joined by ``|`` where the engine chooses by expert count. ``max_staleness`` bounds the versions between the newest
-    published weights and those that sampled a delivered token (``None``: no promise).
+    published weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines
+    whose one label a reply need not name weights that sampled a token of it (``None``: it must).
     """
 
     rows: Rows
@@ -151,6 +162,7 @@ class Contract:
     finish_reason: bool = True
     partial_off: PartialOff | None = None
     max_staleness: int | None = None
+    tag_read: TagRead | None = None
     final_row: Filler | None = None
     layer_axis: LayerAxis | None = None
     num_layers: int | None = None
@@ -299,6 +311,7 @@ _ENUMS: Mapping[str, type[StrEnum]] = {
     "kv_policy": KvPolicy,
     "missing_logprobs": MissingLogprobs,
     "partial_off": PartialOff,
+    "tag_read": TagRead,
     "final_row": Filler,
     "layer_axis": LayerAxis,
     "filler": Filler,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from rollproof.checks import Check, Collector, request_check
 from rollproof.contract import Contract, Versions
 from rollproof.invariants.delivery import delivery, missing_reason
-from rollproof.invariants.samplers import Sampler, engines_show_versions, key, published, samplers
+from rollproof.invariants.samplers import Key, Sampler, engines_show_versions, key, published, samplers
 from rollproof.invariants.version_words import sampled_by, tag_list
 from rollproof.invariants.wording import count, ranges, share, verb, version_name
 from rollproof.records import Version
 
 if TYPE_CHECKING:
     from rollproof.records import Rollout
-    from rollproof.view import RequestView
+    from rollproof.view import Attempt, RequestView
 
 __all__ = ["CHECKS"]
 
@@ -31,10 +31,13 @@ def _tagged(contract: Contract) -> str | None:
     exercised_by=("replies under one version", "replies across versions"),
 )
 def engine_tags(view: RequestView, out: Collector) -> None:
-    """Compare what the replies show with the truth. Weights without a label are ``unlabelled-update``'s."""
+    """Compare what the replies show with the truth. Weights without a label are ``unlabelled-update``'s.
+
+    An engine that declares when it reads its one label (``tag_read``) is not held to more for a call that an update overtook.
+    """
     parts = samplers(view)
     if parts is None:
-        return out.absent("needs a delivered sample whose tokens are those that were sampled")
+        return out.absent(_why(view))
     by_call: dict[int, list[Sampler]] = {}
     for part in parts:
         by_call.setdefault(part.attempt, []).append(part)
@@ -47,7 +50,7 @@ def engine_tags(view: RequestView, out: Collector) -> None:
             continue
         out.exercised("replies across versions" if len({part.labels for part in own}) > 1 else "replies under one version")
         wrong = [part for part in own if part.misled]
-        if not wrong or (not reply.output.spans and len(wrong) < len(own)):
+        if not wrong or (not reply.output.spans and (len(wrong) < len(own) or _as_declared(view, attempt, own[0].shown))):
             continue
         tokens = sum(part.end - part.start for part in wrong)
         out.finding(
@@ -63,6 +66,20 @@ def engine_tags(view: RequestView, out: Collector) -> None:
     return None
 
 
+def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
+    """Whether the engine declares when it reads its label, and served ``shown`` at some time between admission and reply."""
+    reply = attempt.consumed
+    if view.engine is None or view.engine.tag_read is None or reply is None:
+        return False
+    first = (attempt.admit or attempt.call).index
+    served: set[Key] = set()
+    for update in view.history.updates:
+        if update.server_id == attempt.call.server_id and update.index < reply.index:
+            label = key(update.label)
+            served = {label} if update.index < first else served | {label}
+    return shown in served
+
+
 @request_check(
     "versions.unlabelled-update",
     promise="Tokens of weights that were loaded without a label do not carry the label of other weights.",
@@ -74,7 +91,7 @@ def unlabelled_update(view: RequestView, out: Collector) -> None:
     """Look at what engine and sample say of tokens whose weights never had a label."""
     parts = samplers(view)
     if parts is None:
-        return out.absent("needs a delivered sample whose tokens are those that were sampled")
+        return out.absent(_why(view))
     bare = [part for part in parts if part.unlabelled and not (part.shown is None and engines_show_versions(view))]
     out.exercised("tokens of unlabelled weights", sum(part.end - part.start for part in bare))
     if not bare or view.rollout is None:
@@ -107,7 +124,7 @@ def unknown_stays_unknown(view: RequestView, out: Collector) -> None:
     """Compare the tags of such tokens with the truth. Engines that show no versions at all leave it to the stack to know."""
     found, parts = delivery(view), samplers(view)
     if found is None or parts is None:
-        return out.absent(missing_reason(view) if found is None else found.why or "the tokens are not those that were sampled")
+        return out.absent(_why(view))
     silent = [part for part in parts if part.shown is None and part.labels is not None] if engines_show_versions(view) else []
     out.exercised("tokens without a shown version", sum(part.end - part.start for part in silent))
     if not silent:
@@ -125,6 +142,12 @@ def unknown_stays_unknown(view: RequestView, out: Collector) -> None:
         where=view.where(index=part.start, call=part.attempt, version=tag),
         hint="An unknown version replaced by 0, or by the newest, turns stale tokens into fresh ones; keep None, or drop the sample.",
     )
+
+
+def _why(view: RequestView) -> str:
+    """Why the samplers of a request are not known."""
+    found = delivery(view)
+    return missing_reason(view) if found is None else found.why or "the tokens are not those that were sampled (stitch.tokens)"
 
 
 def _named(view: RequestView, rollout: Rollout, parts: Sequence[Sampler], own: Sequence[Sampler]) -> list[tuple[Sampler, Version]]:
