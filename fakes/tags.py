@@ -26,15 +26,14 @@ def tags(kind: Versions, labels: Sequence[Version], mask: Sequence[int], calls: 
     """Fields of a ``Rollout`` for a tag of ``kind``.
 
     ``labels`` and ``mask`` are over response tokens, ``calls`` over the calls that sampled any. Tokens of the environment
-    (mask 0) have no version. Where the version of a sampled token is unknown, so are minimum and maximum.
+    (mask 0) have no version. Minimum, maximum and the one version of a sample, which is that of its last token, are
+    taken over the tokens whose version is known.
     """
-    sampled = [label for label, own in zip(labels, mask, strict=True) if own]
-    known = [label for label in sampled if label is not None]
-    whole = bool(known) and len(known) == len(sampled)
+    known = [label for label, own in zip(labels, mask, strict=True) if own and label is not None]
     made: Mapping[Versions, dict[str, Any]] = {
         Versions.NONE: {},
-        Versions.SAMPLE: {"version": sampled[-1] if sampled else None},
-        Versions.MIN_MAX: {"min_version": min(known) if whole else None, "max_version": max(known) if whole else None},
+        Versions.SAMPLE: {"version": known[-1] if known else None},
+        Versions.MIN_MAX: {"min_version": min(known, default=None), "max_version": max(known, default=None)},
         Versions.CALL: {"call_versions": tuple(calls)},
         Versions.SPAN: {"spans": _spans(labels)},
         Versions.TOKEN: {"token_versions": tuple(labels)},

@@ -18,7 +18,7 @@ __all__ = ["Attempt", "History", "RequestView"]
 
 @dataclass(slots=True)
 class Attempt:
-    """One engine call of a request. ``number`` counts the request's calls from 0."""
+    """One engine call of a request. ``number`` counts the request's calls from 0; ``admit`` is the first admission."""
 
     number: int
     call: Call
