@@ -32,6 +32,7 @@ __all__ = [
     "Collector",
     "Finding",
     "Registry",
+    "RequestJudge",
     "TraceCheck",
     "Verdict",
     "default_registry",
@@ -71,7 +72,13 @@ Applies: TypeAlias = "Callable[[Contract], str | None]"
 
 
 class TraceCheck(Protocol):
-    """A check over the whole trace: made anew per trace, fed every event, then finished. Keep memory independent of length."""
+    """A check over the whole trace: made anew per trace, fed the events that it reads, then finished.
+
+    ``kinds`` are the event classes that it reads (``None``: every event). Keep memory independent of the trace's length.
+    """
+
+    @property
+    def kinds(self) -> Iterable[type[Event]] | None: ...
 
     def event(self, event: Event, out: Collector) -> None:
         """Take one event."""
@@ -218,7 +225,8 @@ class Registry:
     """An ordered, immutable collection of checks with unique ids."""
 
     def __init__(self, checks: Iterable[Check]) -> None:
-        self._checks = {}
+        self._checks: dict[str, Check] = {}
+        self._splits: dict[Contract, tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]] = {}
         for check in checks:
             if check.id in self._checks:
                 raise UsageError(f"Two checks have the id {check.id!r}.")
@@ -231,6 +239,19 @@ class Registry:
 
     def __len__(self) -> int:
         return len(self._checks)
+
+    def split(self, contract: Contract) -> tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]:
+        """The checks that apply under ``contract``, and those that it rules out with the reason."""
+        found = self._splits.get(contract)
+        if found is None:
+            reasons = [(check, check.inapplicable(contract)) for check in self]
+            found = (
+                tuple(check for check, reason in reasons if reason is None),
+                tuple((check, reason) for check, reason in reasons if reason is not None),
+            )
+            if len(self._splits) < 256:
+                self._splits[contract] = found
+        return found
 
     def __getitem__(self, check_id: str) -> Check:
         try:

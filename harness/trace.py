@@ -305,8 +305,11 @@ class Recorder:
         self._events: list[Event] = []
 
     def record(self, event: _E) -> _E:
-        """Stamp and keep ``event``; returns the stamped one."""
-        stamped = replace(event, index=len(self._events), time=self._clock())
+        """Stamp and keep ``event``; returns the stamped one. A fresh event is stamped in place, one of another trace is copied."""
+        stamped = event if event.index < 0 else replace(event)
+        # a recorder owns what it is handed: copying every event would cost as much as all else that a run records
+        object.__setattr__(stamped, "index", len(self._events))
+        object.__setattr__(stamped, "time", self._clock())
         self._events.append(stamped)
         for sink in self._sinks:
             sink.append(stamped)

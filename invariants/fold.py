@@ -7,11 +7,11 @@ About twenty folds see each event, so one dictionary look-up must be all that an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rollproof.errors import UsageError
-from rollproof.trace import EVENT_KINDS, Event, Gauge, Result
+from rollproof.trace import EVENT_KINDS, Event, Fault, Gauge, Header, Result
 
 if TYPE_CHECKING:
     from rollproof.checks import Collector
@@ -27,6 +27,11 @@ class Fold:
     """
 
     handlers: ClassVar[Mapping[type[Event], Callable[..., None]]] = {}
+
+    @property
+    def kinds(self) -> Iterable[type[Event]]:
+        """The event classes that the fold has a method for."""
+        return self.handlers
 
     def __init_subclass__(cls) -> None:
         names = [name for name in dir(cls) if name.startswith("on_")]
@@ -58,6 +63,7 @@ class Ending(Fold):
         super().__init__(context)
         self.hung: list[str] = []
         self._gauged = False
+        self._stuck = False
 
     def on_gauge(self, event: Gauge, out: Collector) -> None:
         """The final gauges are read when everything that was started has ended."""
@@ -68,10 +74,14 @@ class Ending(Fold):
         if event.hung:
             self.hung.append(event.request_id)
 
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        """Remember that an update hangs. A subclass that overrides this calls it."""
+        self._stuck = self._stuck or event.what == "update-hung"
+
     @property
     def complete(self) -> bool:
         """Whether every rollout and every update that was started has ended. Ask in ``finish``."""
-        return not self.hung and (self._gauged or self.context.header.case is not None)
+        return not self.hung and not self._stuck and (self._gauged or self.context.header.case is not None)
 
 
 class Recent:
@@ -101,12 +111,11 @@ class Recent:
         return item in self._known
 
 
-def case_option(context: JudgeContext, name: str) -> Any:
+def case_option(header: Header | None, name: str) -> Any:
     """An option of the case that was run (``"partial"``, ``"clear_cache"``); ``None`` where no case drove the trace."""
-    case = context.header.case
-    return None if case is None else case.get(name)
+    return None if header is None or header.case is None else header.case.get(name)
 
 
-def case_actions(context: JudgeContext, *kinds: str) -> list[Mapping[str, Any]]:
+def case_actions(header: Header | None, *kinds: str) -> list[Mapping[str, Any]]:
     """The actions of the case whose ``do`` is one of ``kinds``; empty where no case drove the trace."""
-    return [action for action in case_option(context, "actions") or () if action["do"] in kinds]
+    return [action for action in case_option(header, "actions") or () if action["do"] in kinds]

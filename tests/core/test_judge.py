@@ -101,6 +101,8 @@ def test_trace_checks_see_every_event_once_and_in_order() -> None:
     seen: list[int] = []
 
     class Fold:
+        kinds = None
+
         def __init__(self, context: JudgeContext) -> None:
             self.count = 0
 
