@@ -82,6 +82,7 @@ class State:
     fresh_seed: int
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
     closing: list[str] = field(default_factory=list)
 
 
@@ -107,12 +108,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings = _settings(config)
     fresh = getattr(config, "workerinput", {}).get("rollproof_seed", int.from_bytes(os.urandom(3)))
     config.stash[STATE] = State(settings=settings, given=bool(given), fresh_seed=fresh)
-    if settings.only:
-        from rollproof.checks import default_registry
-
-        default_registry().select(settings.only)
-    if settings.expected or settings.accept:
-        _check_expected(settings)
+    if settings.only or settings.expected or settings.accept:
+        _check_names(settings)
 
 
 def _given(config: pytest.Config, option: Option) -> bool:
@@ -157,14 +154,18 @@ def _path(config: pytest.Config, dest: str) -> str | None:
     return str(config.rootpath / config.getini(dest)) if config.getini(dest) else None
 
 
-def _check_expected(settings: Settings) -> None:
+def _check_names(settings: Settings) -> None:
+    """Refuse checks that do not exist and a file of expected failures that cannot be used."""
+    from rollproof.checks import default_registry
     from rollproof.errors import RollproofError
     from rollproof.expected import ExpectedFailures
 
-    if settings.expected is None:
+    if settings.expected is None and settings.accept:
         raise pytest.UsageError("--rollproof-accept rewrites the file of expected failures: say which one with --rollproof-expected=FILE.")
     try:
-        ExpectedFailures.read(settings.expected, missing_ok=settings.accept)
+        default_registry().select(settings.only)
+        if settings.expected is not None:
+            ExpectedFailures.read(settings.expected, missing_ok=settings.accept)
     except RollproofError as error:
         raise pytest.UsageError(str(error)) from None
 

@@ -78,6 +78,7 @@ def conformance(
         expected=expected,
     )
     _check_profile(profile)
+    _checked(tuple(expected or ()), families=False)
     if not callable(factory):
         raise UsageError(f"conformance() takes a factory, such as the subject's class, not {factory!r}: each case starts from a fresh one.")
 
@@ -117,6 +118,7 @@ class RolloutConformance:
         super().__init_subclass__(**kwargs)
         _check_profile(cls.profile)
         _checked(tuple(cls.only))
+        _checked(tuple(cls.expected or ()), families=False)
         if "subject" in cls.__dict__ and not cls.__name__.startswith("Test"):
             warnings.warn(
                 f"pytest does not collect {cls.__name__} unless `python_classes` matches it: name it Test{cls.__name__},"
@@ -138,11 +140,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     only = suite.only or metafunc.config.stash[STATE].settings.only
     registry = default_registry()
     ids = (registry.select(only) if only else registry).ids
-    marks = [pytest.mark.rollproof]
-    if metafunc.config.pluginmanager.hasplugin("xdist"):
-        # Under `--dist loadgroup` one worker takes all items of a subject, so that the subject is run once.
-        marks.append(pytest.mark.xdist_group(f"rollproof:{metafunc.definition.nodeid}"))
-    metafunc.parametrize("check", [pytest.param(check_id, id=check_id, marks=marks) for check_id in ids])
+    metafunc.parametrize("check", [pytest.param(check_id, id=check_id, marks=pytest.mark.rollproof) for check_id in ids])
 
 
 def run_item(item: pytest.Function) -> None:
@@ -233,10 +231,13 @@ def _report(state: State, suite: Suite, config: pytest.Config) -> Report:
     if key in state.told:
         pytest.fail(f"{name} could not be run; the first item of this subject says why.", pytrace=False)
     state.told.add(key)
+    if not isinstance(kept, RollproofError):
+        raise kept
     pytest.fail(f"{name} could not be run: {type(kept).__name__}: {kept}", pytrace=False)
 
 
-def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config: pytest.Config) -> Report | RollproofError:
+def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config: pytest.Config) -> Report | Exception:
+    """The report, or the exception that there is none for: either is kept, so that a broken subject is not run once per item."""
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     listed = ExpectedFailures.read(state.settings.expected, missing_ok=state.settings.accept) if state.settings.expected else None
     assert suite.factory is not None
@@ -251,7 +252,7 @@ def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config:
             expected={**(suite.expected or {}), **(listed.reasons(name) if listed else {})},
             witness_dir=config.rootpath / ".rollproof" / worker / _folder(name),
         )
-    except RollproofError as error:
+    except Exception as error:  # noqa: BLE001 - raised again for the first item
         return error
 
 
@@ -289,10 +290,13 @@ def _check_profile(profile: str | None) -> None:
         raise UsageError(f"No profile is named {profile!r}; choose one of {list(PROFILES)}.")
 
 
-def _checked(only: tuple[str, ...]) -> tuple[str, ...]:
-    if only:
-        default_registry().select(only)
-    return only
+def _checked(names: tuple[str, ...], *, families: bool = True) -> tuple[str, ...]:
+    """The names of checks (and families), unless one does not exist."""
+    if names:
+        registry = default_registry()
+        for name in names:
+            _ = registry.select([name]) if families else registry[name]
+    return names
 
 
 def _folder(name: str) -> str:
