@@ -76,7 +76,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         future: asyncio.Future[Any] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # what a worker would hand back through its future
+        except Exception as error:  # noqa: BLE001 - what a worker would hand back through its future
             future.set_exception(error)
         return future
 
@@ -108,11 +108,11 @@ _SOCKET_ADVICE = (
 def guarded() -> Iterator[None]:
     """While inside, starting a Python thread or connecting a socket raises ``SubjectError`` with advice."""
 
-    def no_thread(self: threading.Thread, *args: Any, **kwargs: Any) -> None:
+    def no_thread(_self: threading.Thread, *_args: Any, **_kwargs: Any) -> None:
         raise SubjectError(_THREAD_ADVICE)
 
     def no_socket(name: str) -> Callable[..., None]:
-        def refuse(self: socket.socket, *args: Any, **kwargs: Any) -> None:
+        def refuse(_self: socket.socket, *_args: Any, **_kwargs: Any) -> None:
             raise SubjectError(_SOCKET_ADVICE.format(what=f"socket.{name}"))
 
         return refuse

@@ -130,7 +130,7 @@ class Judge:
             if collector.crash is None:
                 try:
                     fold.event(event, collector)
-                except Exception as error:  # a crashing check is unknown, never a pass and never the end of the run
+                except Exception as error:  # noqa: BLE001 - a crashing check is unknown, never a pass and never the end of the run
                     collector.crashed(f"{type(error).__name__}: {error}")
         self._assemble(event)
 
@@ -142,7 +142,7 @@ class Judge:
             if collector.crash is None:
                 try:
                     fold.finish(collector)
-                except Exception as error:  # as above
+                except Exception as error:  # noqa: BLE001 - as above
                     collector.crashed(f"{type(error).__name__}: {error}")
         self._tally.traces += 1
 
@@ -185,7 +185,7 @@ class Judge:
         for check, collector in self._requests:
             try:
                 check(view, collector)
-            except Exception as error:  # as above
+            except Exception as error:  # noqa: BLE001 - as above
                 collector.crashed(f"{type(error).__name__}: {error}")
         self.context.open.pop(view.request.request_id, None)
         for attempt in view.attempts:

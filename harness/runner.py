@@ -155,7 +155,8 @@ class _Run:
         missing = [name for name in _METHODS if not callable(getattr(subject, name, None))]
         if missing:
             raise SubjectError(
-                f"{_name_of(self.factory)} made a {type(subject).__name__} without {missing}: a RolloutSubject has {list(_METHODS)} and a `contract`."
+                f"{_name_of(self.factory)} made a {type(subject).__name__} without {missing}: "
+                f"a RolloutSubject has {list(_METHODS)} and a `contract`."
             )
         return subject
 
@@ -171,7 +172,7 @@ class _Run:
             native = await _maybe(self.subject.rollout(asked))
         except RollproofError:
             raise
-        except Exception as error:  # what the stack raises is an outcome to be judged
+        except Exception as error:  # noqa: BLE001 - what the stack raises is an outcome to be judged
             _refuse_own_loop(error, self.factory)
             self._end(request, error=f"{type(error).__name__}: {error}", watch=watch)
             return
@@ -221,7 +222,7 @@ class _Run:
         for ended in self.ended:
             try:
                 now = await _maybe(self.subject.to_record(ended.native))
-            except Exception:  # noqa: BLE001 - a stack may free what it handed over: then there is nothing to compare
+            except Exception:  # noqa: BLE001, S112 - a stack may free what it handed over: then there is nothing to compare
                 continue
             names = tuple(
                 name for name in ("logprobs", "loss_mask", "routes") if not _equal(getattr(ended.rollout, name), getattr(now, name, None))

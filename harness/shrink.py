@@ -51,10 +51,10 @@ def _simpler(case: Case) -> Iterator[Case]:
     yield from _plainer_fleet(case)
     for i, request in enumerate(case.requests):
         for smaller in _smaller_requests(request):
-            yield from _rebuilt(case, requests=case.requests[:i] + (smaller,) + case.requests[i + 1 :])
+            yield from _rebuilt(case, requests=(*case.requests[:i], smaller, *case.requests[i + 1 :]))
     for i, action in enumerate(case.actions):
         for plainer in _plainer_actions(action):
-            yield replace(case, actions=case.actions[:i] + (plainer,) + case.actions[i + 1 :])
+            yield replace(case, actions=(*case.actions[:i], plainer, *case.actions[i + 1 :]))
 
 
 def _rebuilt(case: Case, **changes: object) -> Iterator[Case]:

@@ -187,8 +187,11 @@ class Observation(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault(Event):
-    """The harness or the network did harm: ``what`` is ``death``, ``revive``, ``lost-reply``, ``duplicate-reply``,
-    ``late-reply``, ``reject``, ``update-failure``, ``retag``."""
+    """The harness or the network did harm.
+
+    ``what`` is ``death``, ``revive``, ``lost-reply``, ``duplicate-reply``, ``late-reply``, ``reject``,
+    ``update-failure``, ``retag``.
+    """
 
     kind: ClassVar[str] = "fault"
     what: str
@@ -254,9 +257,10 @@ EVENT_KINDS: Mapping[str, type[Event]] = {
 class Header:
     """What a trace says about itself: who was run, under which contract, from which seed.
 
-    ``contract`` is the subject's, ``engine`` that of the engines below it where they are known. ``coding`` holds the parameters of the coded policy (``rollproof.fakes.coded``) where one answered, so that a
-    reader can rebuild the oracle; ``case`` the JSON form of the case that was run, so that it can be run again. ``recipe``
-    says how to make the subject again (``{"subject": "module:factory"}``, ``{"stack": "verl", "version": "0.9.1"}``).
+    ``contract`` is the subject's, ``engine`` that of the engines below it where they are known. ``coding`` holds the
+    parameters of the coded policy (``rollproof.fakes.coded``) where one answered, so that a reader can rebuild the
+    oracle; ``case`` the JSON form of the case that was run, so that it can be run again. ``recipe`` says how to make the
+    subject again (``{"subject": "module:factory"}``, ``{"stack": "verl", "version": "0.9.1"}``).
     """
 
     subject: str
