@@ -23,6 +23,7 @@ from rollproof.trace import Event, Gauge, Header, Recorder, Result, Submit, Trac
 __all__ = ["idle_contracts", "run_case"]
 
 _METHODS = ("start", "rollout", "update_weights", "to_record", "stop")
+_ARRAYS = ("logprobs", "loss_mask", "routes")
 
 
 def run_case(
@@ -201,7 +202,9 @@ class _Run:
         if not isinstance(rollout, Rollout):
             raise SubjectError(f"{_name_of(self.factory)}.to_record must return a Rollout, not {type(rollout).__name__}.")
         _check_shapes(rollout, _name_of(self.factory))
-        return rollout if rollout.request_id == request.request_id else replace(rollout, request_id=request.request_id)
+        # The record gets arrays of its own: views of a stack's buffers would change in the trace when they are written again.
+        own = {name: value.copy() for name in _ARRAYS if (value := getattr(rollout, name)) is not None}
+        return replace(rollout, request_id=request.request_id, **own)
 
     async def _update(self, version: int | None) -> None:
         await _maybe(self.subject.update_weights(version))
@@ -224,9 +227,7 @@ class _Run:
                 now = await _maybe(self.subject.to_record(ended.native))
             except Exception:  # noqa: BLE001, S112 - a stack may free what it handed over: then there is nothing to compare
                 continue
-            names = tuple(
-                name for name in ("logprobs", "loss_mask", "routes") if not _equal(getattr(ended.rollout, name), getattr(now, name, None))
-            )
+            names = tuple(name for name in _ARRAYS if not _equal(getattr(ended.rollout, name), getattr(now, name, None)))
             if names:
                 self.later[ended.index] = names
 
