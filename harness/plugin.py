@@ -6,10 +6,8 @@ beyond pytest and the standard library, and holds no assertion (budget: 10 ms an
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -69,21 +67,22 @@ class Settings(NamedTuple):
     require_gpu: bool
 
 
-@dataclass
 class State:
-    """What a session gathers.
+    """What a session gathers (no dataclass: making one costs every session more than this whole module).
 
     ``fresh_seed`` is drawn by the controller for profiles without a seed of their own, so that all workers use one.
-    ``reports`` are JSON reports by key: two workers that ran one subject hand over one.
+    ``reports`` are JSON reports by key: two workers that ran one subject hand over one. ``cache`` holds what each subject's
+    run came to, ``told`` the keys of failed runs whose reason an item has told, ``closing`` lines for the closing summary.
     """
 
-    settings: Settings
-    given: bool
-    fresh_seed: int
-    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
-    cache: dict[str, Any] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
-    closing: list[str] = field(default_factory=list)
+    def __init__(self, *, settings: Settings, given: bool, fresh_seed: int) -> None:
+        self.settings = settings
+        self.given = given
+        self.fresh_seed = fresh_seed
+        self.reports: dict[str, dict[str, Any]] = {}
+        self.cache: dict[str, Any] = {}
+        self.told: set[str] = set()
+        self.closing: list[str] = []
 
 
 STATE = pytest.StashKey[State]()
@@ -242,6 +241,8 @@ def pytest_testnodedown(node: Any) -> None:
     """Take what an xdist worker hands over (``workeroutput`` is missing where it crashed)."""
     handed = getattr(node, "workeroutput", {}).get("rollproof")
     if handed:
+        import json
+
         node.config.stash[STATE].reports.update(json.loads(handed))
 
 
@@ -252,6 +253,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if hasattr(session.config, "workerinput"):
         if state.reports:
+            import json
+
             # As text: what to_dict holds need not be of the exact builtin types that execnet takes.
             session.config.workeroutput["rollproof"] = json.dumps(state.reports)  # type: ignore[attr-defined]  # set by xdist in its workers
     elif state.settings.report or state.settings.accept:

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import rollproof
+
+PUBLIC = {
+    "Action",
+    "ActionKind",
+    "Case",
+    "Check",
+    "CheckResult",
+    "Collector",
+    "Contract",
+    "EngineCall",
+    "EngineOutput",
+    "EngineSubject",
+    "BatchSubject",
+    "Finding",
+    "FinishReason",
+    "ReplaySubject",
+    "Report",
+    "Request",
+    "RollproofError",
+    "Rollout",
+    "RolloutConformance",
+    "RolloutSubject",
+    "Span",
+    "Trace",
+    "Trigger",
+    "UsageError",
+    "Verdict",
+    "conformance",
+    "record",
+    "request_check",
+    "run_conformance",
+    "trace_check",
+}
+
+
+def modules() -> list[str]:
+    """Every module of the package that imports on a plain CPU, but for the test modules of the GPU suites."""
+    found = pkgutil.walk_packages(rollproof.__path__, "rollproof.")
+    return [info.name for info in found if not info.name.startswith(("rollproof.gpu_suites.test_", "rollproof.gpu_suites.conftest"))]
+
+
+def test_the_top_level_names_are_these() -> None:
+    """Adding or removing a public name is a decision: it changes this list."""
+    assert sorted(PUBLIC) == sorted(rollproof.__all__)
+    assert set(rollproof.__all__) <= set(dir(rollproof))
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_name_is_there(name: str) -> None:
+    """Each public name can be had, and is documented."""
+    assert getattr(rollproof, name).__doc__
+
+
+def test_no_name_is_that_of_a_submodule() -> None:
+    """A submodule of the same name would take the name's place as soon as anything imports it."""
+    assert set() == PUBLIC & {info.name for info in pkgutil.iter_modules(rollproof.__path__)}
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """hasattr() and from-imports behave as for any module."""
+    with pytest.raises(AttributeError, match="module 'rollproof' has no attribute 'nothing'"):
+        _ = rollproof.nothing
+    assert not hasattr(rollproof, "nothing")
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_module_lists_what_it_exports(name: str) -> None:
+    """A module's __all__ names things that it has."""
+    module = importlib.import_module(name)
+
+    assert module.__doc__
+    assert [] == [export for export in getattr(module, "__all__", ()) if not hasattr(module, export)]
+
+
+def test_type_checkers_are_told_the_same_names() -> None:
+    """Each name that is imported lazily at run time is also imported in the block that only type checkers read."""
+    tree = ast.parse(inspect.getsource(rollproof))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    told = {(node.module, alias.name) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+    assert {(f"rollproof.{module}", name) for module, names in rollproof._HOMES.items() for name in names} == told
