@@ -1,0 +1,687 @@
+"""The fake engine batches, aborts, pauses, preempts, dies and changes weights as measured on real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.case import Model
+from rollproof.fakes.failures import BadCall, ServerDied, TransferFailed
+from rollproof.fakes.kv import MIXED
+from rollproof.records import FinishReason
+from rollproof.trace import Admit, Call, Event, Fault, Pause, PauseMode, Reply, Resume, Weights
+from tests.support.engines import PROMPT, Bench, on_clock, pure, spans
+
+A, B = 0, 1
+
+
+def test_a_call_returns_what_the_policy_samples() -> None:
+    """Tokens, logprobs and rows of an undisturbed call are those of the policy under the engine's weights."""
+
+    async def main() -> None:
+        bench = Bench()
+        output = await bench.call(6)
+        ids = [*PROMPT, *output.token_ids]
+        assert bench.policy.choices(A, ids, len(PROMPT)).tolist() == list(output.token_ids)
+        np.testing.assert_array_equal(output.logprobs, bench.policy.logprobs(A, ids, len(PROMPT)))
+        np.testing.assert_array_equal(output.routes, bench.rows(A, ids))
+        assert output.finish_reason is FinishReason.LENGTH
+        reply = bench.reply()
+        assert (reply.true_tokens, reply.true_rows) == (spans((0, 6, A)), spans((0, 9, A)))
+
+    on_clock(main)
+
+
+def test_a_call_ends_at_the_end_of_sequence() -> None:
+    """The end-of-sequence token ends a call with ``stop``, is itself returned, and wins over the budget on the last token."""
+
+    async def main() -> None:
+        for seed_prompt in range(30):
+            bench = Bench(model=Model(eos_every=3))
+            output = await bench.call(4, (seed_prompt + 1,))
+            eos = bench.policy.eos_id
+            assert eos not in output.token_ids[:-1]
+            stopped = output.token_ids[-1] == eos
+            assert output.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+            assert stopped or len(output.token_ids) == 4
+
+    on_clock(main)
+
+
+def test_without_a_budget_a_call_runs_to_the_length_of_the_model() -> None:
+    """``max_tokens=None`` samples until prompt and response have the engine's length."""
+
+    async def main() -> None:
+        bench = Bench()
+        bench.engine.max_length = 20
+        output = await bench.call(None)
+        assert (len(output.token_ids), output.finish_reason) == (16, FinishReason.LENGTH)
+
+    on_clock(main)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "start", "message"),
+    [
+        ((), 3, 0, "A prompt must have 1 to 4095 tokens, not 0"),
+        ((1,) * 4096, 3, 0, "not 4096"),
+        ((1, 2), 0, 0, "max_tokens must be at least 1, not 0"),
+        ((1, 2), -1, 0, "max_tokens must be at least 1, not -1"),
+        ((1, 2), 3, 3, "routes_start must be 0 to 2, the length of the prompt, not 3"),
+        ((1, 2), 3, -1, "routes_start must be 0 to 2"),
+    ],
+)
+def test_calls_that_real_engines_refuse(prompt: tuple[int, ...], tokens: int, start: int, message: str) -> None:
+    """Such a call raises a ``ValueError`` that says why; it is on record, and nothing stays behind."""
+
+    async def main() -> None:
+        bench = Bench()
+        with pytest.raises(BadCall, match=message) as raised:
+            await bench.call(tokens, prompt, routes_start=start)
+        assert isinstance(raised.value, ValueError)
+        assert len(bench.events(Call)) == 1
+        assert bench.events(Admit) == []
+        assert set(bench.engine.gauges().values()) == {0.0}
+
+    on_clock(main)
+
+
+def test_calls_are_batched() -> None:
+    """Calls run together up to ``max_batch``; the others wait their turn, in order."""
+
+    async def main() -> None:
+        bench = Bench(max_batch=2)
+        calls = [bench.call(tokens, (9, number)) for number, tokens in enumerate((2, 5, 3))]
+        await asyncio.gather(*calls)
+        assert [(event.call_id, event.time) for event in bench.events(Admit)] == [(1, 0.0), (2, 0.0), (3, 2.0)]
+        assert [(event.call_id, event.time) for event in bench.events(Reply)] == [(1, 2.0), (2, 5.0), (3, 5.0)]
+
+    on_clock(main)
+
+
+@pytest.mark.parametrize(("chunk", "first_token"), [(None, 1.0), (4, 1.0), (3, 2.0), (1, 4.0)])
+def test_chunked_prefill_delays_the_first_token_and_changes_nothing_else(chunk: int | None, first_token: float) -> None:
+    """A prompt of four tokens takes ``ceil(4 / chunk)`` steps; tokens and rows are the same."""
+
+    async def main() -> None:
+        bench = Bench(prefill_chunk=chunk)
+        output = await bench.call(1)
+        assert bench.reply().time == first_token
+        np.testing.assert_array_equal(output.routes, bench.rows(A, [*PROMPT, *output.token_ids]))
+
+    on_clock(main)
+
+
+def test_chunked_prefill_shares_a_step_among_calls() -> None:
+    """A chunk is the budget of a step, not of a call: two prompts of four take twice as long."""
+
+    async def main() -> None:
+        bench = Bench(prefill_chunk=4)
+        await asyncio.gather(bench.call(1), bench.call(1, (9, 9, 9, 9)))
+        assert [event.time for event in bench.events(Reply)] == [1.0, 2.0]
+
+    on_clock(main)
+
+
+def test_weights_that_change_during_prefill_mix() -> None:
+    """A prompt prefilled half under A and half under B has mixed KV, so its first token is nobody's."""
+
+    async def main() -> None:
+        bench = Bench(prefill_chunk=1)
+        call = bench.call(2)
+        await bench.steps(1)
+        await bench.engine.load(B, B)
+        await call
+        reply = bench.reply()
+        assert reply.true_rows == spans((0, 2, A), (2, 5, MIXED))
+        assert reply.true_tokens == spans((0, 2, MIXED))
+
+    on_clock(main)
+
+
+def test_weights_change_while_a_call_runs() -> None:
+    """An update without a pause is seen by the next token; KV of the old weights stays, so later values are mixed."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(6)
+        await bench.steps(2)
+        await bench.engine.load(B, "new")
+        output = await call
+        reply = bench.reply()
+        assert reply.true_tokens == spans((0, 3, A), (3, 6, MIXED))
+        assert reply.true_rows == spans((0, 6, A), (6, 9, MIXED))
+        assert output.spans == spans((0, 3, 0), (3, 6, "new"))
+        assert bench.events(Weights)[0].progress == {1: 3}
+        assert output.routes is not None
+        ids = [*PROMPT, *output.token_ids]
+        assert pure(bench.policy, A, ids, output.routes).tolist() == [True] * 6 + [False] * 3
+        assert not pure(bench.policy, B, ids, output.routes)[6:].any()
+
+    on_clock(main)
+
+
+def test_a_failed_transfer_leaves_the_old_weights() -> None:
+    """``fail_next_load`` breaks one transfer, in the middle; the next one works."""
+
+    async def main() -> None:
+        bench = Bench()
+        bench.engine.fail_next_load = True
+        with pytest.raises(TransferFailed, match="it still serves version 0"):
+            await bench.engine.load(B, B)
+        assert (bench.engine.version, bench.events(Weights), bench.events(Fault)[0].what) == (A, [], "update-failure")
+        await bench.engine.load(B, B)
+        assert (bench.engine.version, bench.engine.label) == (B, B)
+
+    on_clock(main)
+
+
+# Aborts
+
+
+def test_abort_mid_decode_returns_what_there_is() -> None:
+    """The reply has all tokens so far, as many logprobs, and rows for prompt + response - 1."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(6, request_id="mine")
+        await bench.steps(2)
+        assert await bench.engine.abort("mine") == (1,)
+        output = call.result()
+        assert (len(output.token_ids), output.finish_reason) == (2, FinishReason.ABORT)
+        assert output.logprobs is not None
+        assert output.routes is not None
+        assert (len(output.logprobs), len(output.routes)) == (2, 5)
+
+    on_clock(main)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_abort_before_the_first_token(queued: bool) -> None:
+    """A call that has sampled nothing is answered with no tokens, running or waiting."""
+
+    async def main() -> None:
+        bench = Bench(max_batch=1)
+        other = bench.call(9, (1, 1), request_id="other") if queued else None
+        call = bench.call(6, request_id="mine")
+        await asyncio.sleep(0.5)
+        await bench.engine.abort("mine")
+        output = call.result()
+        assert (output.token_ids, output.routes, output.logprobs, output.spans) == ((), None, None, ())
+        assert output.finish_reason is FinishReason.ABORT
+        assert len(bench.events(Admit)) == 1
+        await (other if other is not None else asyncio.sleep(0))
+        assert set(bench.engine.gauges().values()) == {0.0}
+
+    on_clock(main)
+
+
+def test_abort_after_the_last_token_finds_nothing() -> None:
+    """A call that has ended is not in flight any more: an abort changes nothing and says so."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(2)
+        await bench.steps(2)
+        assert await bench.engine.abort() == ()
+        assert await bench.engine.abort_call(1) == ()
+        assert call.result().finish_reason is FinishReason.LENGTH
+
+    on_clock(main)
+
+
+def test_abort_of_one_call_leaves_the_others() -> None:
+    """Only the call whose handle is named ends."""
+
+    async def main() -> None:
+        bench = Bench()
+        calls = [bench.call(4, (9, number), request_id=f"call {number}") for number in range(3)]
+        await bench.steps(1)
+        await bench.engine.abort("call 1")
+        outputs = await asyncio.gather(*calls)
+        assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.LENGTH]
+
+    on_clock(main)
+
+
+def test_a_caller_that_gives_up_frees_its_place() -> None:
+    """A cancelled call leaves the batch without a reply: its outcome is unknown to the trace, and nothing is left of it."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(6)
+        await bench.steps(2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert bench.events(Reply) == []
+        assert set(bench.engine.gauges().values()) == {0.0}
+        assert len((await bench.call(2)).token_ids) == 2
+
+    on_clock(main)
+
+
+# Pauses
+
+
+def test_pause_abort_ends_everything_and_parks_what_comes() -> None:
+    """Running and waiting calls are answered before the pause is acknowledged; a new one runs only after the resume."""
+
+    async def main() -> None:
+        bench = Bench(max_batch=1)
+        running, waiting = bench.call(6), bench.call(6, (9, 9))
+        await bench.steps(2)
+        await bench.engine.pause(PauseMode.ABORT)
+        assert [len(call.result().token_ids) for call in (running, waiting)] == [2, 0]
+        assert bench.events(Pause)[0].progress == {}
+        parked = bench.call(3)
+        await bench.steps(5)
+        assert not parked.done()
+        await bench.engine.resume()
+        await parked
+        kinds = [event.kind for event in bench.recorder.events]
+        assert kinds == ["call", "call", "admit", "reply", "reply", "pause", "call", "resume", "admit", "reply"]
+
+    on_clock(main)
+
+
+def test_pause_wait_drains() -> None:
+    """Calls that run reach their end before the pause is acknowledged; calls that wait do not start."""
+
+    async def main() -> None:
+        bench = Bench(max_batch=1)
+        running, waiting = bench.call(4), bench.call(2, (9, 9))
+        await bench.steps(1)
+        await bench.engine.pause(PauseMode.WAIT)
+        assert (running.done(), running.result().finish_reason, waiting.done()) == (True, FinishReason.LENGTH, False)
+        assert bench.events(Pause)[0].time == 4.0
+        await bench.engine.resume()
+        assert len((await waiting).token_ids) == 2
+
+    on_clock(main)
+
+
+def test_pause_wait_ends_with_the_resume_that_overtakes_it() -> None:
+    """A drain that somebody cuts short by resuming is not acknowledged: the server is not paused."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(6)
+        await bench.steps(1)
+        pausing = asyncio.ensure_future(bench.engine.pause(PauseMode.WAIT))
+        await bench.steps(1)
+        await bench.engine.resume()
+        await pausing
+        assert (bench.events(Pause), bench.engine.paused) == ([], False)
+        await call
+
+    on_clock(main)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE])
+def test_frozen_calls_go_on_after_the_resume(mode: PauseMode) -> None:
+    """Such a pause samples nothing while it lasts, and the call ends as if there had been none."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(6)
+        await bench.steps(2)
+        await bench.engine.pause(mode)
+        await bench.steps(7)
+        assert bench.engine.progress() == {1: 2}
+        await bench.engine.resume()
+        output = await call
+        assert bench.policy.choices(A, [*PROMPT, *output.token_ids], len(PROMPT)).tolist() == list(output.token_ids)
+        assert [(event.progress) for event in (*bench.events(Pause), *bench.events(Resume))] == [{1: 2}, {1: 2}]
+
+    on_clock(main)
+
+
+def test_two_pauses_end_with_one_resume() -> None:
+    """Pausing a paused server is allowed, and one resume lets it run: pauses are a state, not a count."""
+
+    async def main() -> None:
+        bench = Bench()
+        await bench.engine.pause(PauseMode.ABORT)
+        await bench.engine.pause(PauseMode.KEEP)
+        call = bench.call(1)
+        await bench.engine.resume()
+        await call
+
+    on_clock(main)
+
+
+# The oracle of mixed policies: prompt under A, two tokens under A, reload B, the rest under B
+
+
+async def _across(bench: Bench, mode: PauseMode, clear: bool) -> Reply:
+    """One call of 6 tokens; after two of them the weights change."""
+    call = bench.call(6)
+    await bench.steps(2)
+    await bench.engine.pause(mode, clear)
+    await bench.engine.load(B, B)
+    await bench.engine.resume()
+    await call
+    return bench.reply()
+
+
+ACROSS = [
+    # flavour, mode, clear, rows, tokens
+    ("vllm", PauseMode.KEEP, True, spans((0, 5, A), (5, 9, B)), spans((0, 2, A), (2, 6, B))),
+    ("vllm", PauseMode.KEEP, False, spans((0, 5, A), (5, 9, MIXED)), spans((0, 2, A), (2, 6, MIXED))),
+    ("vllm", PauseMode.IN_PLACE, True, spans((0, 5, A), (5, 9, MIXED)), spans((0, 2, A), (2, 6, MIXED))),
+    ("sglang", PauseMode.RETRACT, True, spans((0, 9, B)), spans((0, 2, A), (2, 6, B))),
+    ("sglang", PauseMode.IN_PLACE, False, spans((0, 5, A), (5, 9, MIXED)), spans((0, 2, A), (2, 6, MIXED))),
+]
+
+
+@pytest.mark.parametrize(("flavour", "mode", "clear", "rows", "tokens"), ACROSS)
+def test_rows_of_a_frozen_call_across_an_update(flavour: str, mode: PauseMode, clear: bool, rows: Any, tokens: Any) -> None:
+    """As measured on vLLM 0.32 (keep with and without clearing) and on SGLang (retraction overwrites rows by KV slot).
+
+    Rows of tokens already sampled stay those of A where the engine keeps them; the boundary row, that of the last token
+    before the update, is computed by B; over KV of A, B computes what neither policy would.
+    """
+
+    async def main() -> None:
+        bench = Bench(flavour)
+        reply = await _across(bench, mode, clear)
+        assert (reply.true_rows, reply.true_tokens) == (rows, tokens)
+        output, policy = reply.output, bench.policy
+        ids = [*PROMPT, *output.token_ids]
+        assert output.routes is not None
+        for span in rows:
+            for version in (A, B):
+                found = pure(policy, version, ids, output.routes)[span.start : span.end]
+                assert found.all() if span.version == version else not found.any()
+        assert output.logprobs is not None
+        for span in tokens:
+            for version in (A, B):
+                same = (output.logprobs == policy.logprobs(version, ids, len(PROMPT)))[span.start : span.end]
+                assert same.all() if span.version == version else not same.any()
+
+    on_clock(main)
+
+
+@pytest.mark.parametrize(
+    ("cache", "clear", "rows"),
+    [
+        (True, True, spans((0, 9, B))),
+        (False, False, spans((0, 9, B))),
+        (True, False, spans((0, 5, A), (5, 9, MIXED))),
+    ],
+)
+def test_rows_of_a_call_sent_again_after_an_update(cache: bool, clear: bool, rows: Any) -> None:
+    """Abort and resume: the second array is all B, unless a prefix cache that outlived the update serves the KV of A."""
+
+    async def main() -> None:
+        bench = Bench(prefix_cache=cache)
+        call = bench.call(6)
+        await bench.steps(2)
+        await bench.engine.pause(PauseMode.ABORT, clear)
+        await bench.engine.load(B, B)
+        await bench.engine.resume()
+        first = await call
+        second = await bench.call(4, (*PROMPT, *first.token_ids))
+        assert bench.reply(2).true_rows == rows
+        assert second.cached_tokens == (5 if cache and not clear else 0)
+        assert bench.events(Weights)[0].flushed is (clear or not cache)
+
+    on_clock(main)
+
+
+def test_rows_from_the_start_that_is_asked_for() -> None:
+    """Resuming with ``routes_start`` = rows so far yields exactly those that are missing, the boundary row among them."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(6)
+        await bench.steps(2)
+        await bench.engine.abort()
+        first = call.result()
+        ids = (*PROMPT, *first.token_ids)
+        second = await bench.call(4, ids, routes_start=len(ids) - 1)
+        assert first.routes is not None
+        assert second.routes is not None
+        whole = bench.rows(A, [*ids, *second.token_ids])
+        np.testing.assert_array_equal(np.concatenate([first.routes, second.routes]), whole)
+
+    on_clock(main)
+
+
+# KV that is shared, and KV that runs out
+
+
+def test_prefix_cache_shares_kv_of_the_same_prefix() -> None:
+    """A second call with the same prompt is served all of it but its last token, with rows equal to the first's."""
+
+    async def main() -> None:
+        bench = Bench(prefix_cache=True)
+        first, second = await bench.call(3), await bench.call(3)
+        assert (first.cached_tokens, second.cached_tokens) == (0, 3)
+        np.testing.assert_array_equal(first.routes, second.routes)
+        assert (await bench.call(3, (*PROMPT[:2], 99))).cached_tokens == 2
+        bench.engine.reset_prefix_cache()
+        assert (await bench.call(3)).cached_tokens == 0
+
+    on_clock(main)
+
+
+@pytest.mark.parametrize(("flavour", "kept"), [("vllm", A), ("sglang", B)])
+def test_rows_after_an_eviction_across_an_update(flavour: str, kept: int) -> None:
+    """A preempted call prefills anew: its old rows stay on vLLM and are overwritten on SGLang; its tokens stay those of A."""
+
+    async def main() -> None:
+        bench = Bench(flavour)
+        call = bench.call(5)
+        await bench.steps(2)
+        assert bench.engine.evict(1)
+        await bench.engine.load(B, B)
+        await call
+        reply = bench.reply()
+        assert reply.true_tokens == spans((0, 2, A), (2, 5, B))
+        assert reply.true_rows == (spans((0, 5, A), (5, 8, B)) if kept == A else spans((0, 8, B)))
+        assert not bench.engine.evict(1)
+
+    on_clock(main)
+
+
+def test_preemption_takes_the_youngest_and_loses_nothing() -> None:
+    """Beyond ``kv_tokens`` the youngest call loses its KV and waits; every call still ends with all its tokens and rows."""
+
+    async def main() -> None:
+        bench = Bench(kv_tokens=14)
+        calls = [bench.call(6, (9, number, 1)) for number in range(3)]
+        outputs = await asyncio.gather(*calls)
+        admits = [event.call_id for event in bench.events(Admit)]
+        assert admits[:3] == [1, 2, 3]
+        assert len(admits) > 3
+        assert admits[3] != 1
+        for number, output in enumerate(outputs):
+            ids = [9, number, 1, *output.token_ids]
+            assert bench.policy.choices(A, ids, 3).tolist() == list(output.token_ids)
+            np.testing.assert_array_equal(output.routes, bench.rows(A, ids))
+        assert set(bench.engine.gauges().values()) == {0.0}
+
+    on_clock(main)
+
+
+def test_one_call_may_exceed_the_capacity() -> None:
+    """A call that does not fit even alone still ends: the fake never deadlocks."""
+
+    async def main() -> None:
+        bench = Bench(kv_tokens=2)
+        outputs = await asyncio.gather(bench.call(5), bench.call(5, (9, 9, 9)))
+        assert [len(output.token_ids) for output in outputs] == [5, 5]
+
+    on_clock(main)
+
+
+# Death, labels, arrays
+
+
+def test_a_dead_server_answers_nobody() -> None:
+    """Calls in flight and new ones see ``ServerDied``, a ``ConnectionError``; after the revival the server is empty and works."""
+
+    async def main() -> None:
+        bench = Bench(max_batch=1)
+        calls = [bench.call(6), bench.call(6, (9, 9))]
+        await bench.steps(2)
+        bench.engine.kill()
+        for call in (*calls, bench.call(1)):
+            with pytest.raises(ServerDied, match="Server s0 died") as raised:
+                await call
+            assert isinstance(raised.value, ConnectionError)
+        with pytest.raises(ServerDied):
+            await bench.engine.pause()
+        bench.engine.revive(B, B)
+        output = await bench.call(1)
+        assert output.spans == spans((0, 1, B))
+        assert [fault.what for fault in bench.events(Fault)] == ["death", "revive"]
+        assert bench.events(Reply)[0].call_id == 4
+
+    on_clock(main)
+
+
+def test_a_drain_ends_with_the_server() -> None:
+    """Whoever waits for a pause of a server that dies learns that it died."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(6)
+        await bench.steps(1)
+        pausing = asyncio.ensure_future(bench.engine.pause(PauseMode.WAIT))
+        await bench.steps(1)
+        bench.engine.kill()
+        for task in (call, pausing):
+            with pytest.raises(ServerDied):
+                await task
+
+    on_clock(main)
+
+
+def test_a_new_label_changes_nothing_but_the_label() -> None:
+    """Publishing a label does not end, delay or change any call; tokens after it are shown under it."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(4)
+        await bench.steps(2)
+        bench.engine.relabel("v9")
+        output = await call
+        assert output.spans == spans((0, 2, 0), (2, 4, "v9"))
+        assert bench.reply().true_tokens == spans((0, 4, A))
+        assert (output.finish_reason, bench.events(Weights)[0].loaded) == (FinishReason.LENGTH, False)
+
+    on_clock(main)
+
+
+def test_equal_weights_change_nothing() -> None:
+    """An update to equal weights leaves KV and values pure, under the new label."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(4)
+        await bench.steps(1)
+        await bench.engine.load(A, "again", identity=True)
+        output = await call
+        assert bench.reply().true_tokens == spans((0, 4, A))
+        assert output.spans == spans((0, 2, 0), (2, 4, "again"))
+
+    on_clock(main)
+
+
+def test_what_a_caller_does_to_its_arrays_does_not_reach_the_trace() -> None:
+    """The caller gets arrays of its own."""
+
+    async def main() -> None:
+        bench = Bench()
+        output = await bench.call(3)
+        assert output.routes is not None
+        assert output.logprobs is not None
+        before = bench.reply().output.routes
+        assert before is not None
+        expected = before.copy()
+        output.routes[:] = 99
+        output.logprobs[:] = 0.0
+        np.testing.assert_array_equal(before, expected)
+        np.testing.assert_array_equal(bench.reply().output.logprobs, bench.policy.logprobs(A, [*PROMPT, *output.token_ids], len(PROMPT)))
+
+    on_clock(main)
+
+
+def test_values_that_were_not_asked_for_are_not_there() -> None:
+    """``want_routes`` and ``want_logprobs`` are honoured; the tokens are the same."""
+
+    async def main() -> None:
+        bench = Bench()
+        bare, full = await bench.call(3, want_routes=False, want_logprobs=False), await bench.call(3)
+        assert (bare.routes, bare.logprobs, bare.token_ids) == (None, None, full.token_ids)
+
+    on_clock(main)
+
+
+def test_a_call_says_what_it_was_asked() -> None:
+    """The record of a call has its parameters; values that are no scalars are kept as text."""
+
+    async def main() -> None:
+        bench = Bench()
+        await bench.call(1, sampling={"temperature": 0.5, "stop": ["a"]}, media="image 1", request_id="mine")
+        call = bench.events(Call)[0]
+        assert (call.sampling, call.media, call.request_id) == ({"temperature": 0.5, "stop": "['a']"}, "image 1", "mine")
+
+    on_clock(main)
+
+
+def _told(event: Event) -> str:
+    return json.dumps(repr(event))
+
+
+def test_equal_schedules_give_equal_traces() -> None:
+    """The same calls, pauses and updates twice give the same events, to the last array and time."""
+
+    async def main() -> list[str]:
+        bench = Bench(max_batch=2, prefill_chunk=3, prefix_cache=True, kv_tokens=20)
+        calls = [bench.call(6, (9, number)) for number in range(4)]
+        await bench.steps(3)
+        await bench.engine.pause(PauseMode.KEEP)
+        await bench.engine.load(B, B)
+        await bench.engine.resume()
+        await bench.steps(1)
+        await bench.engine.abort("call-2")
+        await asyncio.gather(*calls)
+        return [_told(event) for event in bench.recorder.events]
+
+    assert on_clock(main) == on_clock(main)
+
+
+def test_an_engine_without_work_has_no_task() -> None:
+    """An idle engine keeps nothing alive: the loop can end."""
+
+    async def main() -> None:
+        bench = Bench()
+        await bench.call(2)
+        await asyncio.sleep(5)
+        assert [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
+
+    on_clock(main)
+
+
+def test_a_fault_of_the_fake_reaches_its_callers() -> None:
+    """Where computing a step raises, callers get the error instead of waiting for ever."""
+
+    async def main() -> None:
+        bench = Bench()
+
+        def step() -> None:
+            raise ZeroDivisionError("planted")
+
+        bench.engine._batch.step = step  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            await bench.call(2)
+
+    on_clock(main)
