@@ -12,8 +12,8 @@ from rollproof.contract import Contract, MissingLogprobs
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.fleet import Fleet
-from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, EMPTY, ENDING, LAST, SYNCED, TURNS, act, case, on_engine, request
-from rollproof.fakes.managers import AsSampled, Options, Sample
+from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, EMPTY, ENDING, SYNCED, TURNS, act, case, on_engine, request
+from rollproof.fakes.managers import AsSampled, Sample
 from rollproof.known_bug import KnownBug
 from rollproof.records import EngineOutput, FinishReason, IntArray, Rollout, Scalar
 from rollproof.trace import Call

@@ -1,0 +1,325 @@
+"""Known bugs of version tags: read too late, made up, folded wrongly, or of weights that never had one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rollproof.case import ActionKind
+from rollproof.contract import Versions
+from rollproof.fakes.calls import EngineCall
+from rollproof.fakes.engine import FakeEngine
+from rollproof.fakes.known_bugs.planting import CLEAN, ENDING, SYNCED, act, case, on_engine, request
+from rollproof.fakes.managers import AsSampled, AsSampledCalls, AsSampledSpans, AsSampledTokens, EngineKeep, Options, Sample
+from rollproof.known_bug import KnownBug
+from rollproof.records import EngineOutput, Span, Version
+from rollproof.trace import Call, PauseMode
+
+__all__ = ["BUGS"]
+
+
+class _SampleTag(AsSampled):
+    options = Options(versions=Versions.SAMPLE)
+
+
+class _ReadAfterReply(_SampleTag):
+    """Reads the server's label when the reply has been worked through, not with it."""
+
+    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        output = await super().attempt(sample, sent, budget)
+        for _ in range(3):
+            await self.wait()
+        self._now = self.fleet.servers["s0"].label
+        return output
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {"version": self._now}
+
+
+class _TagOfSubmission(_SampleTag):
+    """Stamps the sample when it is scheduled, before it waited for a server."""
+
+    async def run(self, sample: Sample) -> bool:
+        self._stamp = self.fleet.servers["s0"].label
+        return await super().run(sample)
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {"version": self._stamp}
+
+
+class _FalseVersion(AsSampled):
+    """``if version:`` where ``is not None`` is meant."""
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {name: tag or None for name, tag in super().version_tags(sample).items()}
+
+
+class _CounterAhead(AsSampled):
+    """Tags with the number of the next update."""
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {name: tag + 1 for name, tag in super().version_tags(sample).items()}
+
+
+class _EmptyCallsCount(AsSampled):
+    """The first reply sets the minimum, with tokens or without."""
+
+    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+        if sample.attempts == 1:
+            self._first = self.fleet.servers["s0"].label if output.version is None else output.version
+        super().absorb(sample, sent, output)
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {**super().version_tags(sample), "min_version": self._first}
+
+
+class _LastVersionOnly(AsSampled):
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {"min_version": sample.labels[-1], "max_version": sample.labels[-1]}
+
+
+class _FirstVersionOnly(AsSampled):
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {"min_version": sample.labels[0], "max_version": sample.labels[0]}
+
+
+class _ComparedAsText(AsSampled):
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        labels = [str(label) for label in sample.labels if label is not None]
+        return {"min_version": min(labels), "max_version": max(labels)}
+
+
+class _AbortedCallsUntagged(AsSampledCalls):
+    """The tag is taken from calls that ended, so a sample has fewer of them than calls with tokens."""
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {"call_versions": tuple(sample.calls[-1:])}
+
+
+class _SpansWithGap(AsSampledSpans):
+    """A span ends before the token that was sampled while the update was asked for."""
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        first, *rest = super().version_tags(sample)["spans"]
+        return {"spans": (replace(first, end=first.end - 1), *rest)}
+
+
+class _SpanBorderLate(AsSampledSpans):
+    """Spans meet one token too late."""
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        spans: tuple[Span, ...] = super().version_tags(sample)["spans"]
+        first, second, *rest = spans
+        return {"spans": (replace(first, end=first.end + 1), replace(second, start=second.start + 1), *rest)}
+
+
+class _TagsOfSampledOnly(AsSampledTokens):
+    """The environment's tokens get no tag, so the tags behind them move up."""
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {"token_versions": tuple(label for label, own in zip(sample.labels, sample.mask, strict=True) if own)}
+
+
+class _OneTagForAllTokens(AsSampledTokens):
+    """The version at the end of the rollout is written to every token."""
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {"token_versions": (sample.labels[-1],) * len(sample.labels)}
+
+
+class _NewestForUnknown(AsSampledTokens):
+    """Where the engine shows no version, the newest known one is assumed."""
+
+    def merge_versions(self, sample: Sample, output: EngineOutput) -> None:
+        super().merge_versions(sample, output)
+        newest: Version = 0
+        for i, label in enumerate(sample.labels):
+            newest = newest if label is None else label
+            sample.labels[i] = newest
+
+
+class _LabelAtEnd(FakeEngine):
+    """An update changes the label of all tokens of the calls that it overtakes."""
+
+    def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
+        super()._publish(label, loaded=loaded, identity=identity)
+        for call in self.in_flight:
+            call.labels[:] = [(0, label)]
+
+
+class _FirstOnly(list[tuple[int, Version]]):
+    """Marks of which only the first is taken."""
+
+    def append(self, mark: tuple[int, Version]) -> None:
+        if not self:
+            super().append(mark)
+
+
+class _LabelOfAdmission(FakeEngine):
+    """Tokens keep the label under which their call was admitted, whatever is loaded meanwhile."""
+
+    def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
+        queued = super()._enqueue(call, rid)
+        queued.labels = _FirstOnly()
+        return queued
+
+
+class _KeepsOldLabel(FakeEngine):
+    """An update without a label leaves the old one on the new weights."""
+
+    async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
+        self._kept = self.label if label is None else label
+        await super().load(version, label, identity=identity)
+
+    def _publish(self, label: Version, *, loaded: bool, identity: bool = False) -> None:
+        super()._publish(label, loaded=loaded, identity=identity)
+        if label is None:
+            self._batch.show(self._kept)
+
+
+_SYNC_AT_START = case(act(ActionKind.SYNC, 0))
+_DRAINED = case(act(ActionKind.SYNC, 5), pause_mode=PauseMode.WAIT)
+_OVERTAKEN = case(act(ActionKind.SYNC, 3), pause_mode=PauseMode.KEEP)
+_UNLABELLED = case(act(ActionKind.SYNC_UNLABELLED, 3))
+_TO_TEN = case(act(ActionKind.SYNC, 3), first_version=9)
+_CONVERSATION = case(model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),), seed=1)
+
+BUGS: tuple[KnownBug, ...] = (
+    KnownBug(
+        id="tag-read-after-reply",
+        summary="The version is read after the reply was awaited: tokens of version n are tagged n + 1.",
+        refs=("AReaL#1569", "verl vllm_async_server.py"),
+        make=_ReadAfterReply,
+        cases=(_DRAINED,),
+        kills=("versions.sample-tag",),
+    ),
+    KnownBug(
+        id="tag-of-submission",
+        summary="The version is stamped when the sample is scheduled, and an update comes before its first token.",
+        refs=("TRL async_rollout_worker.py", "vllm#54443"),
+        make=_TagOfSubmission,
+        cases=(_SYNC_AT_START,),
+        kills=("versions.sample-tag",),
+    ),
+    KnownBug(
+        id="version-zero-is-false",
+        summary="Version 0 is dropped by a condition that asks whether the tag is true.",
+        refs=("verl tool_agent_loop.py",),
+        make=_FalseVersion,
+        cases=(CLEAN,),
+        kills=("versions.present",),
+    ),
+    KnownBug(
+        id="counter-ahead",
+        summary="The tag is a counter that was raised before the update, and names weights that were never published.",
+        refs=("prime-rl#1764", "prime-rl#2937"),
+        make=_CounterAhead,
+        cases=(CLEAN,),
+        kills=("versions.published",),
+    ),
+    KnownBug(
+        id="empty-call-sets-minimum",
+        summary="A call that was aborted before its first token sets the minimum.",
+        refs=("verl llm_server.py (0.9.1)",),
+        make=_EmptyCallsCount,
+        cases=(_SYNC_AT_START,),
+        kills=("versions.min-max",),
+    ),
+    KnownBug(
+        id="last-version-only",
+        summary="Only the last version counts: a sample whose start is stale looks fresh.",
+        refs=("verl#7569",),
+        make=_LastVersionOnly,
+        cases=(SYNCED,),
+        kills=("versions.min-max",),
+    ),
+    KnownBug(
+        id="first-version-only",
+        summary="The first reply's version stands for the whole sample; later ones do not raise the maximum.",
+        refs=("verl tool_agent_loop.py",),
+        make=_FirstVersionOnly,
+        cases=(SYNCED,),
+        kills=("versions.min-max",),
+    ),
+    KnownBug(
+        id="versions-compared-as-text",
+        summary="Versions are compared as text, in which 10 comes before 9.",
+        refs=("sglang meta_info weight_version", "slime types.py"),
+        make=_ComparedAsText,
+        cases=(_TO_TEN,),
+        kills=("versions.min-max",),
+    ),
+    KnownBug(
+        id="aborted-calls-untagged",
+        summary="The list of versions has no entry for calls that were aborted.",
+        refs=("slime#327",),
+        make=_AbortedCallsUntagged,
+        cases=(SYNCED,),
+        kills=("versions.call-tags",),
+    ),
+    KnownBug(
+        id="spans-with-gap",
+        summary="A token at the border of two spans belongs to neither.",
+        refs=("vllm#54443",),
+        make=_SpansWithGap,
+        cases=(SYNCED,),
+        kills=("versions.spans-cover",),
+    ),
+    KnownBug(
+        id="span-border-late",
+        summary="The border of two spans lies one token behind the update.",
+        refs=("vllm#49040",),
+        make=_SpanBorderLate,
+        cases=(SYNCED,),
+        kills=("versions.span-tags",),
+    ),
+    KnownBug(
+        id="environment-untagged",
+        summary="Tokens of the environment have no entry in the list of token versions.",
+        refs=("AReaL io_struct.py",),
+        make=_TagsOfSampledOnly,
+        cases=(_CONVERSATION,),
+        kills=("versions.one-tag-per-token",),
+    ),
+    KnownBug(
+        id="one-tag-for-all-tokens",
+        summary="All tokens get the version at the end of the rollout.",
+        refs=("AReaL#1569",),
+        make=_OneTagForAllTokens,
+        cases=(SYNCED,),
+        kills=("versions.token-tags",),
+    ),
+    KnownBug(
+        id="label-read-at-emission",
+        summary="The engine shows the label of the moment of the reply for tokens that older weights sampled.",
+        refs=("sglang#35926", "vllm#54443"),
+        make=on_engine(_LabelAtEnd, EngineKeep),
+        cases=(_OVERTAKEN,),
+        kills=("versions.engine-tags",),
+    ),
+    KnownBug(
+        id="label-read-at-admission",
+        summary="The engine shows the label of the call's admission for tokens that newer weights sampled.",
+        refs=("vllm#48306", "vllm#54443"),
+        make=on_engine(_LabelOfAdmission, EngineKeep),
+        cases=(_OVERTAKEN,),
+        kills=("versions.engine-tags",),
+    ),
+    KnownBug(
+        id="none-keeps-old-label",
+        summary="An update without a version serves new weights under the old label.",
+        refs=("verl checkpoint_engine/base.py",),
+        make=on_engine(_KeepsOldLabel),
+        cases=(_UNLABELLED,),
+        kills=("versions.unlabelled-update",),
+    ),
+    KnownBug(
+        id="newest-for-unknown",
+        summary="Tokens of unknown version are tagged with the newest known one.",
+        refs=("slime#327", "verl tool_agent_loop.py"),
+        make=_NewestForUnknown,
+        cases=(_UNLABELLED,),
+        kills=("versions.unknown-stays-unknown",),
+    ),
+)
+"""Known bugs of version tags."""
