@@ -170,8 +170,8 @@ def of(view: RequestView) -> RouteEvidence:
 def is_filler(rows: IntArray, kind: Filler, num_experts: int) -> BoolArray:
     """Which rows ``(rows, layers, top_k)`` hold nothing but filler of ``kind``.
 
-    ``arange`` is any run of consecutive ids modulo the number of experts (0..k-1 in every cell, or a run that goes on
-    from cell to cell); the most negative reading counts for ``minus-one``: an unsigned type shows it as its largest value.
+    ``arange`` is 0 to k-1 in every cell (SkyRL), or a run that goes on from cell to cell, modulo the number of experts
+    (slime). An unsigned type shows ``minus-one`` as its largest value.
     """
     if kind is Filler.ZEROS:
         return ~rows.any(axis=(1, 2))
@@ -179,8 +179,9 @@ def is_filler(rows: IntArray, kind: Filler, num_experts: int) -> BoolArray:
         return np.asarray((rows == (-1 if rows.dtype.kind == "i" else np.iinfo(rows.dtype).max)).all(axis=(1, 2)))
     if kind is Filler.ARANGE:
         wide = rows.astype(np.int64)
-        steps = ((wide[..., 1:] - wide[..., :-1]) % num_experts == 1 % num_experts).all(axis=(1, 2))
-        return np.asarray(steps & (wide[:, 0, 0] % rows.shape[2] == 0) & (wide >= 0).all(axis=(1, 2)))
+        flat = wide.reshape(len(wide), -1)
+        running = (np.diff(flat, axis=1) % num_experts == 1 % num_experts).all(axis=1) & (flat.shape[1] > 1)
+        return np.asarray(running | (wide == np.arange(rows.shape[2])).all(axis=(1, 2)))
     return np.zeros(len(rows), dtype=bool)
 
 

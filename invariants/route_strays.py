@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import log2, perm
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -30,6 +31,8 @@ __all__ = ["Stray", "StrayGroup", "group_of", "groups", "row_version"]
 
 _MOST = 2048
 """Wrong rows that are looked at; a sample with more of them is as broken with the first ones."""
+_TELLING_BITS = 12.0
+"""A source is named where an indifferent router would agree with it less than once in 2**12 times; else the rows are just wrong."""
 _MEMO = "route strays"
 Positions: TypeAlias = "npt.NDArray[np.int64]"
 
@@ -113,7 +116,9 @@ def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[StrayGroup, ..
     got = evidence.routes[positions - evidence.start][:, evidence.columns].astype(np.int64)
     want = evidence.expected(positions).astype(np.int64)
     wrong = _Wrong(positions, got, want, (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2))
-    guesses = [(kind, fits, more) for kind, guess in _GUESSES for fits, more in guess(view, evidence, wrong) if fits.any()]
+    guesses = [
+        (kind, fits, more) for kind, guess in _GUESSES for fits, more in guess(view, evidence, wrong) if _telling(evidence, wrong, fits)
+    ]
     left = np.ones(len(positions), dtype=bool)
     out: list[StrayGroup] = []
     while left.any():
@@ -133,6 +138,16 @@ def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[StrayGroup, ..
         )
         guesses = [guess for guess in guesses if guess[0] is not kind]
     return tuple(out)
+
+
+def _telling(evidence: RouteEvidence, wrong: _Wrong, fits: BoolArray) -> bool:
+    """Whether so many wrong cells agree that chance is ruled out, or their values are no choice at all."""
+    cells = wrong.got[fits][wrong.differ[fits]]
+    if not len(cells):
+        return False
+    k = cells.shape[1]
+    impossible = k > 1 and bool((cells[:, :1] == cells).all()) and (len(cells) > 1 or wrong.got.shape[1] == 1)
+    return impossible or len(cells) * log2(perm(evidence.contract.num_experts or 1, k)) >= _TELLING_BITS
 
 
 def _explained(guesses: list[tuple[Stray, BoolArray, dict[str, object]]], left: BoolArray) -> bool:
@@ -204,25 +219,18 @@ def _layer(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterat
             continue
         same = (wrong.got[:, low:high] == wrong.want[:, low + shift : high + shift]).all(axis=(1, 2))
         yield same & wrong.differ[:, low:high].any(axis=1), {"shift": shift, "source": f"shifted by {shift:+d}"}
-    columns = np.flatnonzero(wrong.differ.any(axis=0))
-    sources = [_source_column(wrong, int(column)) for column in columns]
-    if len(columns) > 1 and all(source is not None for source in sources):
-        pairs = ", ".join(
-            f"layer {_layer_name(evidence, int(column))} holds layer {_layer_name(evidence, int(source))}"
-            for column, source in zip(columns[:4], sources, strict=False)
-            if source is not None
-        )
-        yield np.ones(len(wrong.got), dtype=bool), {"source": pairs}
+    columns = [int(column) for column in np.flatnonzero(wrong.differ.any(axis=0))]
+    pairs = [(column, source) for column in columns if (source := _source_column(wrong, column)) is not None]
+    if len(pairs) > 1 and 2 * len(pairs) >= len(columns):
+        moe = evidence.contract.moe_layers or ()
+        told = ", ".join(f"layer {moe[column]}'s column holds layer {moe[source]}" for column, source in pairs[:4])
+        yield np.ones(len(wrong.got), dtype=bool), {"source": told}
 
 
 def _source_column(wrong: _Wrong, column: int) -> int | None:
     rows = wrong.differ[:, column]
     same = (wrong.want[rows] == wrong.got[rows][:, column, None]).all(axis=(0, 2))
     return int(np.flatnonzero(same)[0]) if same.any() else None
-
-
-def _layer_name(evidence: RouteEvidence, column: int) -> int:
-    return (evidence.contract.moe_layers or ())[column]
 
 
 def _position(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:

@@ -75,7 +75,7 @@ def _layer(view: RequestView, out: Collector) -> None:
         observed = f"columns {group.source}: layer {moe[column]}'s column holds the choice of layer {moe[column + group.shift]}"
         where = view.where(position=int(group.positions[0]), layer=moe[column])
     else:
-        observed, where = f"columns exchanged: {group.source}", view.where(position=int(group.positions[0]))
+        observed, where = group.source, view.where(position=int(group.positions[0]))
     dense = (contract.num_layers or 0) - len(moe)
     out.finding(
         "the layers stand in the wrong columns",

@@ -58,7 +58,7 @@ def _presence(view: RequestView, out: Collector) -> None:
         out.absent("the engine returned no routes for a sample that was handed over as aborted")
         return
     out.exercised("samples that asked for routes")
-    if evidence.routes is not None:
+    if evidence.routes is not None and (evidence.rows or 0 not in evidence.row_counts):
         return
     cause = "dropped" if returned else "unasked" if unasked else "silent"
     observed, hint = _ABSENCE[cause]

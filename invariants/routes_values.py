@@ -79,8 +79,8 @@ def _distinct(view: RequestView, out: Collector) -> None:
             continue
         rows, mine = _own_rows(view, evidence, low, high)
         bad = repeats(rows) & mine[:, None]
-        dead = _dead_columns(evidence)
-        bad[:, dead] = False
+        if not len(evidence.mismatched):
+            bad[:, _dead_columns(evidence)] = False
         if bad.any():
             _report_cells(view, out, low, rows, bad, "a token has the same expert twice in one layer", f"{rows.shape[2]} distinct experts")
 
