@@ -62,7 +62,7 @@ class Story:
         """The subject's contract, and the engines'."""
         return contract(**self.changes)
 
-    @property
+    @cached_property
     def ids(self) -> tuple[int, ...]:
         """Prompt and response, ids that do not repeat between requests."""
         base = 1000 * (1 + int(self.request_id[1:]))
