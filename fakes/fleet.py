@@ -19,7 +19,7 @@ from rollproof.fakes.balancer import Balancer
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.engine import MAX_LENGTH, FakeEngine
-from rollproof.fakes.failures import ServerDied
+from rollproof.fakes.failures import ServerDied, TransferFailed
 from rollproof.fakes.faults import Schedule, Shot, perform
 from rollproof.fakes.flavours import engine_contract, flavour_named
 from rollproof.fakes.ray_face import RayHandle
@@ -76,7 +76,7 @@ class Fleet:
         self._updater: Updater = self.sync
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._spawned = 0
-        self._error: RollproofError | None = None
+        self._error: Exception | None = None
         for server in self.servers.values():
             recorder.record(Weights(server_id=server.server_id, version=server.version, label=server.label, flushed=True))
 
@@ -128,7 +128,8 @@ class Fleet:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a stack's procedure raises, the run goes on and is judged
             self.updates_failed += 1
-            self.recorder.record(Fault(what="update-failure", detail=f"{type(error).__name__}: {error}"))
+            if not isinstance(error, TransferFailed):  # that one the engine has recorded
+                self.recorder.record(Fault(what="update-failure", detail=f"{type(error).__name__}: {error}"))
             return False
         return True
 
@@ -179,7 +180,7 @@ class Fleet:
                 server.relabel(label)
 
     async def settle(self) -> None:
-        """Wait until every action that fired has done its work. Raises what it raised of our own errors.
+        """Wait until every action that fired has done its work. Raises what an action raised beyond a failed update.
 
         An action that outlasts the case's deadline is cancelled and recorded as the fault ``update-hung``.
         """
@@ -218,7 +219,7 @@ class Fleet:
             await deed
         except ServerDied:
             return  # the server that an action aimed at died first
-        except RollproofError as error:
+        except Exception as error:  # noqa: BLE001 - ours, or a fault of the fake: either must end the run, in ``settle``
             self._error = self._error or error
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:

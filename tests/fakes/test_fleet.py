@@ -1,0 +1,450 @@
+"""The fleet attributes calls, updates weights, and makes every action of a case happen where its trigger says."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from rollproof.case import Action, ActionKind, Case, EngineOptions, Trigger
+from rollproof.contract import KvPolicy
+from rollproof.errors import CaseError, UsageError
+from rollproof.fakes.balancer import Balancer
+from rollproof.fakes.failures import ReplyLost, ServerDied, TransferFailed
+from rollproof.fakes.fleet import CURRENT_REQUEST, Fleet
+from rollproof.fakes.managers import AsSampled
+from rollproof.records import FinishReason, Request
+from rollproof.runner import run_case
+from rollproof.trace import Abort, Admit, Call, Event, Fault, Pause, PauseMode, Recorder, Reply, Result, Resume, Trace, Weights
+from tests.support.engines import on_clock
+
+_E = TypeVar("_E", bound=Event)
+R0 = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=4)
+R1 = Request(request_id="r1", prompt_ids=(11, 13), max_tokens=4)
+
+
+def act(do: ActionKind, tokens: int = 2, *, request: str = "r0", queued: bool = False, race: bool = False, **more: Any) -> Action:
+    """An action of request r0 at ``tokens``."""
+    return Action(when=Trigger(request=request, tokens=tokens, queued=queued, race=race), do=do, **more)
+
+
+def case(*actions: Action, **changes: Any) -> Case:
+    """One request of four tokens on one vLLM server."""
+    return Case(**{"flavour": "vllm", "requests": (R0,), "actions": actions, **changes})
+
+
+def ran(*actions: Action, **changes: Any) -> Trace:
+    """The trace of such a case under the client that resumes."""
+    return run_case(AsSampled, case(*actions, **changes))
+
+
+def fleet_of(*actions: Action, **changes: Any) -> Fleet:
+    """The fleet of such a case."""
+    return Fleet(case(*actions, **changes), Recorder(asyncio.get_running_loop().time))
+
+
+def seen(events: Trace | Fleet, kind: type[_E]) -> list[_E]:
+    """Events of one kind."""
+    return [event for event in (events if isinstance(events, Trace) else events.recorder.events) if isinstance(event, kind)]
+
+
+def lengths(trace: Trace) -> list[int]:
+    """Tokens of each reply."""
+    return [len(reply.output.token_ids) for reply in seen(trace, Reply)]
+
+
+# Triggers
+
+
+def test_at_a_token() -> None:
+    """An action fires when its request has sampled so many tokens, over all its calls."""
+    trace = ran(act(ActionKind.ABORT, 1), act(ActionKind.ABORT, 3))
+    assert lengths(trace) == [1, 2, 1]
+
+
+def test_before_the_first_token() -> None:
+    """0 means at the admission, before the call's first token."""
+    trace = ran(act(ActionKind.ABORT, 0))
+    assert lengths(trace) == [0, 4]
+    assert len(seen(trace, Admit)) == 2
+
+
+def test_in_the_queue() -> None:
+    """A queued trigger fires before the admission: the first call never runs."""
+    trace = ran(act(ActionKind.ABORT, 0, queued=True))
+    assert lengths(trace) == [0, 4]
+    assert [event.call_id for event in seen(trace, Admit)] == [2]
+
+
+def test_in_the_queue_of_a_resume() -> None:
+    """With a token count, a queued trigger waits for a call that comes after so many tokens."""
+    trace = ran(act(ActionKind.ABORT, 2), act(ActionKind.ABORT, 1, queued=True))
+    assert lengths(trace) == [2, 0, 2]
+
+
+def test_one_action_a_moment() -> None:
+    """Two aborts at the same token are an abort, and one of the resumed call before its first token."""
+    trace = ran(act(ActionKind.ABORT, 2), act(ActionKind.ABORT, 2), act(ActionKind.ABORT, 2))
+    assert lengths(trace) == [2, 0, 0, 2]
+
+
+@pytest.mark.parametrize(("race", "reason", "hit"), [(True, FinishReason.ABORT, (1,)), (False, FinishReason.LENGTH, ())])
+def test_on_the_last_token(race: bool, reason: FinishReason, hit: tuple[int, ...]) -> None:
+    """In a race the action wins over the natural end; otherwise the call has ended, and the abort finds nothing."""
+    trace = ran(act(ActionKind.ABORT, 4, race=race))
+    assert [(reply.output.finish_reason, len(reply.output.token_ids)) for reply in seen(trace, Reply)] == [(reason, 4)]
+    assert [event.call_ids for event in seen(trace, Abort)] == [hit]
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RETRACT, PauseMode.WAIT])
+def test_a_race_with_a_pause_that_keeps_the_call(mode: PauseMode) -> None:
+    """A call that is frozen on its last token ends after the resume, without another token."""
+    trace = ran(act(ActionKind.SYNC, 4, race=True), pause_mode=mode)
+    assert lengths(trace) == [4]
+    assert seen(trace, Reply)[0].output.finish_reason is FinishReason.LENGTH
+    assert len(seen(trace, Resume)) == 1
+
+
+def test_a_trigger_fires_once() -> None:
+    """Nothing fires twice, and what never came due is still waiting."""
+
+    async def main() -> None:
+        fleet = fleet_of(act(ActionKind.EVICT, 1), act(ActionKind.EVICT, 9))
+        await fleet.servers["s0"].generate(prompt_ids=(11, 12), max_tokens=4)
+        await fleet.servers["s0"].generate(prompt_ids=(11, 12), max_tokens=4)
+        assert [action.when.tokens for action in fleet.schedule.waiting] == [9]
+        assert len(seen(fleet, Admit)) == 3
+
+    on_clock(main)
+
+
+# Actions
+
+
+def test_sync() -> None:
+    """A weight update in full: pause, load, resume; the call resumes under the new weights."""
+    trace = ran(act(ActionKind.SYNC))
+    kinds = [event.kind for event in trace if event.kind in ("pause", "weights", "resume")]
+    assert kinds == ["weights", "pause", "weights", "resume"]
+    assert [(event.version, event.label) for event in seen(trace, Weights)] == [(0, 0), (1, 1)]
+    assert [span.version for reply in seen(trace, Reply) for span in reply.true_tokens or ()] == [0, 1]
+
+
+def test_sync_goes_through_the_subject() -> None:
+    """The update is the subject's: ``update_weights`` gets the label."""
+    asked: list[int | None] = []
+
+    class Own(AsSampled):
+        async def update_weights(self, version: int | None) -> None:
+            """Remember what was asked."""
+            asked.append(version)
+
+    run_case(Own, case(act(ActionKind.SYNC, 1), act(ActionKind.SYNC_UNLABELLED, 2), act(ActionKind.SYNC_IDENTITY, 3)))
+    assert asked == [1, None, 3]
+
+
+def test_sync_unlabelled() -> None:
+    """Other weights, no label: what is shown afterwards is unknown."""
+    trace = ran(act(ActionKind.SYNC_UNLABELLED))
+    assert [(event.version, event.label) for event in seen(trace, Weights)] == [(0, 0), (1, None)]
+    assert [span.version for span in seen(trace, Reply)[-1].output.spans] == [None]
+
+
+def test_sync_identity() -> None:
+    """The same weights under a new label, marked as such."""
+    trace = ran(act(ActionKind.SYNC_IDENTITY))
+    assert [(event.version, event.label, event.identity) for event in seen(trace, Weights)] == [(0, 0, False), (0, 1, True)]
+
+
+def test_sync_fails_and_a_later_one_works() -> None:
+    """The transfer raises in the middle; the servers run on with what they have, and 20 steps later an update works."""
+    trace = ran(act(ActionKind.SYNC_FAILS), requests=(replace(R0, max_tokens=40),), servers=2)
+    faults, weights = seen(trace, Fault), seen(trace, Weights)
+    assert [(fault.what, fault.server_id) for fault in faults] == [("update-failure", "s1")]
+    assert sorted((event.version, event.server_id) for event in weights) == [(0, "s0"), (0, "s1"), (1, "s0"), (2, "s0"), (2, "s1")]
+    assert weights[3].time - faults[0].time >= 20
+    assert len(seen(trace, Pause)) == len(seen(trace, Resume)) == 4
+
+
+def test_sync_twice_runs_one_after_the_other() -> None:
+    """Two updates started at once do not interleave: the default procedure lets one wait."""
+    trace = ran(act(ActionKind.SYNC_TWICE))
+    steps = [(event.kind, getattr(event, "version", "")) for event in trace if event.kind in ("pause", "weights", "resume")]
+    assert steps[1:] == [("pause", ""), ("weights", 1), ("resume", ""), ("pause", ""), ("weights", 2), ("resume", "")]
+
+
+def test_skew() -> None:
+    """New weights reach one server; the next sync brings all to the same."""
+    trace = ran(act(ActionKind.SKEW, 1, server="s1"), act(ActionKind.SYNC, 3), servers=2)
+    weights = [(event.server_id, event.version) for event in seen(trace, Weights)[2:]]
+    assert (weights[0], sorted(weights[1:])) == (("s1", 1), [("s0", 2), ("s1", 2)])
+
+
+def test_relabel() -> None:
+    """Only a label is published: nothing ends, and the weights stay."""
+    trace = ran(act(ActionKind.RELABEL))
+    assert [(event.version, event.label, event.loaded) for event in seen(trace, Weights)] == [(0, 0, True), (0, 1, False)]
+    assert lengths(trace) == [4]
+
+
+def test_kill() -> None:
+    """The server dies with its calls and comes back after ``steps``; the client starts over from what it has."""
+    trace = ran(act(ActionKind.KILL, steps=6))
+    assert [(fault.what, fault.time) for fault in seen(trace, Fault)] == [("death", 2.0), ("revive", 8.0)]
+    result = seen(trace, Result)[0]
+    assert result.rollout is not None
+    assert len(result.rollout.response_ids) == 4
+    assert lengths(trace) == [4]
+
+
+def test_a_server_that_missed_an_update_comes_back_with_it() -> None:
+    """After a revival nobody is served by weights that were replaced while the server was dead."""
+    trace = ran(
+        act(ActionKind.KILL, 1, server="s1", steps=9),
+        act(ActionKind.SYNC, 2),
+        requests=(replace(R0, max_tokens=20),),
+        servers=2,
+    )
+    assert [(event.server_id, event.version) for event in seen(trace, Weights)[2:]] == [("s0", 1), ("s1", 1)]
+
+
+def test_lose_reply() -> None:
+    """The engine answered and nobody got it; the caller sees a broken connection ``steps`` later."""
+    trace = ran(act(ActionKind.LOSE_REPLY, steps=3))
+    first, second = seen(trace, Reply)
+    assert (first.delivered, second.delivered) == (False, True)
+    assert seen(trace, Call)[1].time >= first.time + 3
+    assert [(fault.what, fault.call_id) for fault in seen(trace, Fault)] == [("lost-reply", 1)]
+
+
+def test_duplicate_reply() -> None:
+    """The second copy is on record, and nobody took it."""
+    trace = ran(act(ActionKind.DUPLICATE_REPLY))
+    assert [(reply.delivered, reply.duplicate) for reply in seen(trace, Reply)] == [(True, False), (False, True)]
+
+
+def test_late_reply() -> None:
+    """The reply arrives ``steps`` after the engine made it; the action may fire on the last token."""
+    trace = ran(act(ActionKind.LATE_REPLY, 4, steps=5))
+    assert [reply.time for reply in seen(trace, Reply)] == [9.0]
+
+
+def test_reject() -> None:
+    """The next call of the request is answered with nothing, and not admitted."""
+    trace = ran(act(ActionKind.REJECT, 1), act(ActionKind.ABORT, 2))
+    assert lengths(trace) == [2, 0, 2]
+    assert [event.call_id for event in seen(trace, Admit)] == [1, 3]
+    assert [(fault.what, fault.call_id) for fault in seen(trace, Fault)] == [("reject", 2)]
+
+
+def test_evict() -> None:
+    """The call prefills anew, and ends as if nothing had happened."""
+    trace = ran(act(ActionKind.EVICT), engine=EngineOptions(prefill_chunk=1))
+    assert [event.call_id for event in seen(trace, Admit)] == [1, 1]
+    assert seen(trace, Reply)[0].output.token_ids == seen(ran(), Reply)[0].output.token_ids
+
+
+@pytest.mark.parametrize("kind", list(ActionKind))
+@pytest.mark.parametrize("tokens", [0, 2, 4])
+def test_every_action_leaves_every_counter_where_it_was(kind: ActionKind, tokens: int) -> None:
+    """Whatever happens, the request ends, and servers, balancer and client are as they were."""
+    trace = ran(act(kind, tokens), requests=(R0, R1), servers=2)
+    assert all(result.rollout is not None and len(result.rollout.response_ids) == 4 for result in seen(trace, Result))
+    values = {event.value for event in trace if event.kind == "gauge"}
+    assert values == {0.0}
+
+
+@pytest.mark.parametrize("kind", list(ActionKind))
+def test_one_case_one_trace(kind: ActionKind) -> None:
+    """The same case twice gives equal traces, byte for byte."""
+    one, other = (repr(ran(act(kind, 2), requests=(R0, R1), servers=2, engine=EngineOptions(prefix_cache=True))) for _ in range(2))
+    assert one == other
+
+
+# The default update
+
+
+def test_sync_resumes_whatever_fails() -> None:
+    """After a transfer that raises, no server stays paused, and the error reaches whoever asked for the update."""
+
+    async def main() -> None:
+        fleet = fleet_of(servers=2)
+        fleet.servers["s1"].fail_next_load = True
+        with pytest.raises(TransferFailed):
+            await fleet.sync(1)
+        assert [server.paused for server in fleet.servers.values()] == [False, False]
+
+    on_clock(main)
+
+
+def test_sync_leaves_out_the_dead() -> None:
+    """A dead server does not stop an update of the others, nor does one that dies in the middle."""
+
+    async def main() -> None:
+        fleet = fleet_of(servers=3)
+        fleet.servers["s0"].kill()
+        sync = asyncio.ensure_future(fleet.sync(1))
+        await asyncio.sleep(0.5)
+        fleet.servers["s1"].kill()
+        await sync
+        assert [server.version for server in fleet.servers.values()] == [0, 0, 1]
+        await fleet.revive("s0")
+        assert fleet.servers["s0"].version == 1
+
+    on_clock(main)
+
+
+def test_an_update_that_raises_is_a_fault_of_the_run() -> None:
+    """What a subject's procedure raises is recorded and does not end the run."""
+
+    class Broken(AsSampled):
+        async def update_weights(self, version: int | None) -> None:
+            """Raise."""
+            raise OSError("no route to trainer")
+
+    trace = run_case(Broken, case(act(ActionKind.SYNC)))
+    assert [(fault.what, fault.detail) for fault in seen(trace, Fault)] == [("update-failure", "OSError: no route to trainer")]
+    assert seen(trace, Result)[0].rollout is not None
+
+
+def test_an_update_that_never_ends_is_told() -> None:
+    """It is cancelled at the deadline and recorded; the run ends."""
+
+    class Stuck(AsSampled):
+        async def update_weights(self, version: int | None) -> None:
+            """Wait for ever."""
+            await asyncio.get_running_loop().create_future()
+
+    trace = run_case(Stuck, case(act(ActionKind.SYNC), deadline=50.0))
+    assert [(fault.what, fault.detail) for fault in seen(trace, Fault)] == [("update-hung", "action 1: sync at r0/2")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "clear", "cache", "policy"),
+    [
+        (PauseMode.ABORT, True, True, KvPolicy.RECOMPUTE),
+        (PauseMode.ABORT, False, False, KvPolicy.RECOMPUTE),
+        (PauseMode.ABORT, False, True, KvPolicy.KEEP),
+        (PauseMode.KEEP, True, False, KvPolicy.RECOMPUTE),
+        (PauseMode.KEEP, False, False, KvPolicy.KEEP),
+        (PauseMode.IN_PLACE, True, False, KvPolicy.KEEP),
+        (PauseMode.RETRACT, False, True, KvPolicy.KEEP),
+    ],
+)
+def test_kv_policy(mode: PauseMode, clear: bool, cache: bool, policy: KvPolicy) -> None:
+    """KV of older weights is used where calls stay frozen with it, or a prefix cache outlives the update."""
+
+    async def main() -> None:
+        fleet = fleet_of(pause_mode=mode, clear_cache=clear, engine=EngineOptions(prefix_cache=cache))
+        assert fleet.engine_contract.kv_policy is policy
+
+    on_clock(main)
+
+
+# Whose call it is
+
+
+@pytest.mark.parametrize(
+    ("prompt", "owner"),
+    [((11, 12), "r0"), ((11, 13, 5, 6), "r1"), ((11, 12, 13), "r2"), ((11, 12, 13, 1), "r2"), ((11,), ""), ((9, 9), "")],
+)
+def test_calls_are_attributed_by_their_prompt(prompt: tuple[int, ...], owner: str) -> None:
+    """Where no task says so, the request whose prompt is the longest that the call starts with."""
+
+    async def main() -> None:
+        fleet = fleet_of(requests=(R0, R1, Request(request_id="r2", prompt_ids=(11, 12, 13))))
+        await fleet.servers["s0"].generate(prompt_ids=prompt, max_tokens=1)
+        assert [call.request_id for call in seen(fleet, Call)] == [owner]
+
+    on_clock(main)
+
+
+def test_calls_are_attributed_by_their_task() -> None:
+    """``CURRENT_REQUEST`` wins over the prompt, and reaches calls made through handles; actions run for nobody."""
+    current: list[str | None] = []
+
+    class Nosy(AsSampled):
+        async def update_weights(self, version: int | None) -> None:
+            """Note for whom this runs."""
+            current.append(CURRENT_REQUEST.get())
+
+    async def main() -> None:
+        fleet = fleet_of()
+        CURRENT_REQUEST.set("somebody")
+        await fleet.ray_handles()["s0"].generate.remote(prompt_ids=(11, 12), max_tokens=1)
+        assert [call.request_id for call in seen(fleet, Call)] == ["somebody"]
+
+    on_clock(main)
+    run_case(Nosy, case(act(ActionKind.SYNC)))
+    assert current == [None]
+
+
+def test_twins_are_told_apart_by_what_they_sampled() -> None:
+    """Of requests with equal prompts, a call belongs to the one that has none out, then to the one that it continues."""
+
+    async def main() -> None:
+        twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b"))
+        fleet = fleet_of(requests=twins)
+        server = fleet.servers["s0"]
+        first = asyncio.ensure_future(server.generate(prompt_ids=(11, 12), max_tokens=2))
+        await asyncio.sleep(0.5)
+        await server.generate(prompt_ids=(11, 12), max_tokens=1)
+        one = await first
+        await server.generate(prompt_ids=(11, 12, *one.token_ids), max_tokens=1)
+        assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "a"]
+
+    on_clock(main)
+
+
+# Small parts
+
+
+def test_balancer_gives_to_the_least_loaded() -> None:
+    """Ties go in order; servers to avoid are used where no other is left; a release without an acquire is refused."""
+    balancer = Balancer(("s0", "s1", "s2"))
+    assert [balancer.acquire(), balancer.acquire(), balancer.acquire(avoid={"s2"}), balancer.acquire()] == ["s0", "s1", "s0", "s2"]
+    balancer.release("s1")
+    assert balancer.acquire() == "s1"
+    assert balancer.load == {"s0": 2, "s1": 1, "s2": 1}
+    assert Balancer(("s0",)).acquire(avoid={"s0"}) == "s0"
+    with pytest.raises(UsageError, match="'s9' has no acquired call to release"):
+        balancer.release("s9")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flavour": "nobody"}, "No engine flavour is named 'nobody'"),
+        ({"engine": EngineOptions(max_batch=0)}, "engine.max_batch=0 must be at least 1"),
+        ({"engine": EngineOptions(prefill_chunk=0)}, "engine.prefill_chunk=0 must be at least 1"),
+        ({"engine": EngineOptions(step=0.0)}, "engine.step=0.0 must be above 0"),
+        ({"actions": (act(ActionKind.KILL, server="s7"),)}, r"names server 's7'; the case has \['s0'\]"),
+    ],
+)
+def test_a_case_that_cannot_be_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    """The error says which value of the case is wrong."""
+
+    async def main() -> None:
+        with pytest.raises(CaseError, match=message):
+            Fleet(replace(case(), **changes), Recorder(lambda: 0.0))
+
+    on_clock(main)
+
+
+def test_failures_are_what_a_real_client_would_catch() -> None:
+    """They stand below the builtins, and are not rollproof's own errors: a stack that lets them through is judged, not excused."""
+    assert issubclass(ServerDied, ConnectionError)
+    assert issubclass(ReplyLost, ConnectionError)
+    assert issubclass(TransferFailed, RuntimeError)
+
+
+def test_an_unknown_server_is_refused() -> None:
+    """The error lists the servers."""
+
+    async def main() -> None:
+        with pytest.raises(UsageError, match=r"no server 's5'; it has \['s0'\]"):
+            await fleet_of().sync(1, servers=("s5",))
+
+    on_clock(main)
