@@ -67,7 +67,7 @@ def test_equal_rows_of_a_small_sample_are_no_fault(story: Story) -> None:
 
 def test_a_collapsed_router_of_one_expert_is_no_dead_layer_in_a_short_sample() -> None:
     """top_k = 1: expert 0 for a few tokens is a legal choice; for very many it is not believed."""
-    short = _one_call(top_k=1)
+    short = Story(segments=(Segment(1),), prompt=3, with_truth=False, changes={"top_k": 1})
     assert failing(_by_engine(short, short.good() * 0)) == set()
     long = Story(segments=(Segment(12),), prompt=11, with_truth=False, changes={"top_k": 1})
     assert failing(_by_engine(long, long.good() * 0)) == {"routes.live"}
