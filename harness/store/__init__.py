@@ -1,1 +1,71 @@
-"""Placeholder."""
+"""Store: traces in files. Arrow for what grows, JSON for what a person mails; both are safe to read from anybody.
+
+``open_trace`` recognises a file by what it holds. pyarrow is imported when an Arrow trace is opened or written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from rollproof.errors import TraceError
+from rollproof.store.arrow import TraceReader, TraceWriter
+from rollproof.store.frames import CONTINUATION
+from rollproof.store.jsonform import JsonTrace, dump_trace, load_trace
+from rollproof.store.stream import Ending, open_file
+from rollproof.trace import Event, Header
+
+__all__ = ["Ending", "TraceReader", "TraceSource", "TraceWriter", "dump_trace", "load_trace", "open_trace"]
+
+
+class TraceSource(Protocol):
+    """A trace that can be read, whatever its form."""
+
+    path: Path
+    ending: Ending | None
+    """How the trace ended: set when an iteration came to its end."""
+
+    @property
+    def header(self) -> Header:
+        """The header of the first episode."""
+        ...
+
+    def __iter__(self) -> Iterator[Event]:
+        """The events of all episodes, one after the other."""
+        ...
+
+    def episodes(self) -> Iterator[tuple[Header, Iterator[Event]]]:
+        """Each episode's header and events, streaming."""
+        ...
+
+
+def open_trace(path: str | os.PathLike[str]) -> TraceSource:
+    """Open a trace in either form, told apart by content. Its name says nothing.
+
+    Raises ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer rollproof, ``TraceError``
+    where it is not a trace.
+    """
+    source = Path(path)
+    with open_file(source, "r") as file:
+        start = file.read(64)
+    if start.startswith(CONTINUATION):
+        return TraceReader(source)
+    if start.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        return JsonTrace(source)
+    if not start:
+        raise TraceError(f"{source} is empty: its writer was killed before it had begun.")
+    what = next((text for magic, text in _FOREIGN.items() if start.startswith(magic)), "in no form that rollproof knows")
+    raise TraceError(f"{source} is not a rollproof trace: it is {what}. Traces are Arrow streams or JSON, written by rollproof.")
+
+
+_FOREIGN: Mapping[bytes, str] = {
+    b"ARROW1": "an Arrow file (of the random-access kind)",
+    b"PAR1": "a Parquet file",
+    b"\x1f\x8b": "compressed with gzip: unpack it first",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it first",
+    b"PK": "a zip archive (also .npz and .pt files are): unpack it first",
+    b"\x93NUMPY": "a numpy array",
+    b"\x80": "probably a pickle, which is never opened because it can run code",
+}

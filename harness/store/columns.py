@@ -1,0 +1,291 @@
+"""Columns: events as rows of an Arrow table, and back.
+
+One row an event: its episode, kind, index and time, the small fields as JSON (``body``), integer lists and arrays aside.
+Bytes of arrays are little-endian, C order; on reading they are views of the batch, not copies, and read-only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.errors import TraceError
+from rollproof.store.values import parse_json, show
+from rollproof.store.wire import DTYPES, AnyArray, as_array, decode_event, decode_header, encode_event, encode_header
+from rollproof.trace import Event, Header
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["HEADER", "SEAL", "Rows", "read_rows", "read_seal", "schema"]
+
+HEADER = "header"
+"""Kind of the row that begins an episode; its body is the trace's header."""
+SEAL = "seal"
+"""Kind of the only row of the batch that follows each batch and vouches for it."""
+
+
+@cache
+def schema() -> pa.Schema:
+    """The schema of the table; no column holds nulls."""
+    import pyarrow as pa
+
+    def must(name: str, kind: pa.DataType) -> pa.Field[Any]:
+        return pa.field(name, kind, nullable=False)
+
+    integers = pa.list_(must("item", pa.list_(must("item", pa.int64()))))
+    array = pa.struct([must("dtype", pa.string()), must("shape", pa.list_(must("item", pa.int64()))), must("data", pa.large_binary())])
+    return pa.schema(
+        [
+            must("episode", pa.int64()),
+            must("kind", pa.string()),
+            must("index", pa.int64()),
+            must("time", pa.float64()),
+            must("body", pa.string()),
+            must("integers", integers),
+            must("arrays", pa.list_(must("item", array))),
+        ]
+    )
+
+
+class _Aside:
+    """The ``Parts`` of a row that is being written: what goes into its columns."""
+
+    def __init__(self) -> None:
+        self.lists: list[tuple[int, ...]] = []
+        self.arrays: list[AnyArray] = []
+
+    def put_array(self, array: AnyArray) -> Any:
+        """Keep a copy: what a stack later does to its buffer does not reach the trace."""
+        self.arrays.append(np.array(array, dtype=DTYPES[array.dtype.name], order="C"))
+        return {"$array": len(self.arrays) - 1}
+
+    def put_integers(self, values: tuple[int, ...]) -> Any:
+        """Keep the integers."""
+        self.lists.append(values)
+        return {"$integers": len(self.lists) - 1}
+
+    def array(self, wire: Any) -> AnyArray:
+        """A row that is being written is not read."""
+        raise NotImplementedError
+
+    def integers(self, wire: Any) -> tuple[int, ...] | None:
+        """A row that is being written is not read."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        """Bytes in the columns."""
+        return sum(array.nbytes for array in self.arrays) + 8 * sum(map(len, self.lists))
+
+
+class Rows:
+    """Rows that wait to be written. ``size`` is about their bytes."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._heads: list[tuple[int, str, int, float, str]] = []
+        self._asides: list[_Aside] = []
+
+    def __len__(self) -> int:
+        return len(self._heads)
+
+    def add_header(self, episode: int, header: Header) -> None:
+        """Begin an episode. Raises ``TraceError`` for a header that cannot be stored; then nothing was added."""
+        aside = _Aside()
+        self._add((episode, HEADER, -1, 0.0, _json(encode_header(header, aside))), aside)
+
+    def add_event(self, episode: int, event: Event) -> None:
+        """Add an event. Raises ``TraceError`` for one that cannot be stored; then nothing was added."""
+        aside = _Aside()
+        wire = encode_event(event, aside)
+        head = (episode, wire.pop("kind"), wire.pop("index", -1), wire.pop("time", 0.0))
+        if not isinstance(head[3], float):
+            raise TraceError(f"The {event.kind} event cannot be stored: its time is {event.time}.")
+        self._add((*head, _json(wire)), aside)
+
+    def add_seal(self, body: str) -> None:
+        """The row of a seal."""
+        self._add((-1, SEAL, -1, 0.0, body), _Aside())
+
+    def batch(self) -> pa.RecordBatch:
+        """The rows as one Arrow batch."""
+        import pyarrow as pa
+
+        episodes, kinds, indexes, times, bodies = zip(*self._heads, strict=True)
+        of = schema().field
+        lists = [one for aside in self._asides for one in aside.lists]
+        arrays = [one for aside in self._asides for one in aside.arrays]
+        flat = np.concatenate([np.array(one, dtype=np.int64) for one in lists]) if lists else np.zeros(0, np.int64)
+        integers, array = of("integers").type, of("arrays").type.value_type
+        inner = _lists(map(len, lists), pa.array(flat), integers.value_type)
+        columns = [
+            pa.array(episodes, pa.int64()),
+            pa.array(kinds, pa.string()),
+            pa.array(indexes, pa.int64()),
+            pa.array(times, pa.float64()),
+            pa.array(bodies, pa.string()),
+            _lists((len(aside.lists) for aside in self._asides), inner, integers),
+            _lists((len(aside.arrays) for aside in self._asides), _structs(arrays, array), of("arrays").type),
+        ]
+        return pa.record_batch(columns, schema=schema())
+
+    def _add(self, head: tuple[int, str, int, float, str], aside: _Aside) -> None:
+        self._heads.append(head)
+        self._asides.append(aside)
+        self.size += len(head[4]) + aside.size + 64
+
+
+def _json(wire: dict[str, Any]) -> str:
+    return json.dumps(wire, separators=(",", ":"), allow_nan=False)
+
+
+def _lists(lengths: Iterable[int], values: Any, kind: Any) -> Any:
+    """An Arrow list array of ``kind`` with lists of these lengths, one after the other, over ``values``."""
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), values, type=kind)
+
+
+def _structs(arrays: list[AnyArray], kind: Any) -> pa.StructArray:
+    import pyarrow as pa
+
+    starts = np.cumsum([0, *(one.nbytes for one in arrays)], dtype=np.int64).tobytes()
+    joined = b"".join([one.data for one in arrays])
+    lengths = pa.array([n for one in arrays for n in one.shape], pa.int64())
+    children = [
+        pa.array([one.dtype.name for one in arrays], pa.string()),
+        _lists((one.ndim for one in arrays), lengths, kind.field("shape").type),
+        pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(arrays), [None, pa.py_buffer(starts), pa.py_buffer(joined)]),
+    ]
+    return pa.StructArray.from_arrays(children, fields=[kind.field(i) for i in range(kind.num_fields)])
+
+
+class _Given:
+    """The ``Parts`` of a row that is being read. Each part is taken once, in the order in which it was put there."""
+
+    def __init__(self, batch: _Batch) -> None:
+        self._batch = batch
+        self._row = 0
+        self._lists = self._arrays = 0
+
+    def move_to(self, row: int) -> None:
+        """Read another row."""
+        self._row = row
+        self._lists = self._arrays = 0
+
+    def put_array(self, array: AnyArray) -> Any:
+        """A row that is being read is not written."""
+        raise NotImplementedError
+
+    def put_integers(self, values: tuple[int, ...]) -> Any:
+        """A row that is being read is not written."""
+        raise NotImplementedError
+
+    def integers(self, wire: Any) -> tuple[int, ...] | None:
+        """The integers that ``{"$integers": i}`` stands for."""
+        if isinstance(wire, list):
+            return None
+        place = self._place(wire, "$integers", self._lists, self._batch.row_lists)
+        self._lists += 1
+        start, end = self._batch.list_offsets[place : place + 2]
+        return tuple(self._batch.numbers[start:end].tolist())
+
+    def array(self, wire: Any) -> AnyArray:
+        """The array that ``{"$array": i}`` stands for: a read-only view."""
+        place = self._place(wire, "$array", self._arrays, self._batch.row_arrays)
+        self._arrays += 1
+        return self._batch.array_at(place)
+
+    def _place(self, wire: Any, key: str, number: int, offsets: npt.NDArray[Any]) -> int:
+        start, end = int(offsets[self._row]), int(offsets[self._row + 1])
+        if not isinstance(wire, dict) or wire.keys() != {key} or wire[key] != number or type(wire[key]) is not int or start + number >= end:
+            raise TraceError(
+                f"A row of the trace refers to {show(wire.get(key) if isinstance(wire, dict) else wire)} among its {end - start} parts."
+            )
+        return start + number
+
+
+class _Batch:
+    """The columns of a validated batch, as numpy views and lists."""
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        integers: Any = batch.column(5)
+        arrays: Any = batch.column(6)
+        self.row_lists = _view(integers.offsets)
+        self.list_offsets = _view(integers.values.offsets)
+        self.numbers = _view(integers.values.values)
+        self.row_arrays = _view(arrays.offsets)
+        dtypes, shapes, self._data = (arrays.values.field(i) for i in range(3))
+        self._dtypes = dtypes.to_pylist()
+        self._shape_offsets, self._shapes = _view(shapes.offsets), _view(shapes.values)
+        _, starts, self._bytes = self._data.buffers()
+        self._starts = np.frombuffer(starts, np.int64, len(self._data) + 1) if len(self._data) else np.zeros(1, np.int64)
+
+    def array_at(self, place: int) -> AnyArray:
+        """The array of that number, counted over the batch."""
+        dtype = DTYPES.get(self._dtypes[place])
+        if dtype is None:
+            raise TraceError(f"An array has element type {show(self._dtypes[place])}; a trace holds {list(DTYPES)}.")
+        start, end = int(self._starts[place]), int(self._starts[place + 1])
+        lengths = self._shapes[self._shape_offsets[place] : self._shape_offsets[place + 1]].tolist()
+        return as_array(self._bytes, dtype, lengths, start, end - start)
+
+
+def _view(array: pa.Array[Any]) -> npt.NDArray[Any]:
+    return array.to_numpy(zero_copy_only=True)
+
+
+def read_rows(batch: pa.RecordBatch) -> Iterator[Header | Event]:
+    """Headers and events of a batch, in order. The batch is validated first; raises ``TraceError``."""
+    _validate(batch)
+    columns = _Batch(batch)
+    parts = _Given(columns)
+    heads = zip(*(batch.column(i).to_pylist() for i in range(1, 5)), strict=True)
+    for row, (kind, index, time, body) in enumerate(heads):
+        wire = parse_json(body)
+        parts.move_to(row)
+        if kind == HEADER:
+            yield decode_header(wire, parts)
+        elif not isinstance(wire, dict):
+            raise TraceError(f"The body of a row must be an object, not {show(wire)}.")
+        else:
+            yield decode_event({**wire, "kind": kind, "index": index, "time": time}, parts)
+
+
+def read_seal(batch: pa.RecordBatch) -> str | None:
+    """The body of a seal; ``None`` where the batch is none. Raises ``TraceError``."""
+    _validate(batch)
+    if batch.num_rows != 1 or batch.column(1)[0].as_py() != SEAL:
+        return None
+    body: str = batch.column(4)[0].as_py()
+    return body
+
+
+def _validate(batch: pa.RecordBatch) -> None:
+    """Offsets ascending and within their buffers, text valid UTF-8, no nulls: numpy views rely on it."""
+    import pyarrow as pa
+
+    try:
+        batch.validate(full=True)
+    except pa.ArrowException as error:
+        raise TraceError(f"A batch of the trace is inconsistent: {str(error)[:200]}.") from error
+    if any(map(_has_nulls, batch.columns)):
+        raise TraceError("A batch of the trace holds nulls, which no rollproof writes.")
+
+
+def _has_nulls(array: pa.Array[Any]) -> bool:
+    import pyarrow as pa
+
+    if array.null_count:
+        return True
+    if isinstance(array, pa.ListArray):
+        return _has_nulls(array.values)
+    if isinstance(array, pa.StructArray):
+        return any(_has_nulls(array.field(i)) for i in range(array.type.num_fields))
+    return False

@@ -1,0 +1,332 @@
+"""Wire form: records as plain JSON values, derived from their dataclass fields, with strict reading.
+
+Both trace forms use it. Each says through ``Parts`` where arrays and lists of integers go: aside in columns, or inline.
+A field that equals its default is left out, and one that is missing takes its default: so records can gain fields
+without a new schema, and changing a default is changing the schema. Nothing read is trusted: every value is checked
+against the type of its field, and what does not fit raises ``TraceError`` with the path of the place.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Protocol, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof import records
+from rollproof.errors import RollproofError, TraceError, TraceVersionError
+from rollproof.store.values import SCALARS, Misfit, key_of, plain, read_key, read_plain, read_scalar, show, write_scalar
+from rollproof.trace import EVENT_KINDS, SCHEMA, Event, Header
+
+__all__ = ["DTYPES", "AnyArray", "Parts", "as_array", "decode_event", "decode_header", "encode_event", "encode_header", "newer_schema"]
+
+AnyArray: TypeAlias = "npt.NDArray[Any]"
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    name: np.dtype(name).newbyteorder("<") for name in ("bool", *_INTEGERS, "float16", "float32", "float64")
+}
+"""The element types that a trace can hold, by name, as they are stored. There is no ``object``."""
+_MAX_RANK = 8
+
+
+class Parts(Protocol):
+    """Where a form keeps arrays and lists of integers: each ``put`` returns what stands for it in the JSON value."""
+
+    def put_array(self, array: AnyArray) -> Any:
+        """Take an array of one of ``DTYPES``; its bytes are copied."""
+        ...
+
+    def put_integers(self, values: tuple[int, ...]) -> Any:
+        """Take integers of 64 bits."""
+        ...
+
+    def array(self, wire: Any) -> AnyArray:
+        """Give an array back. Raises ``TraceError``."""
+        ...
+
+    def integers(self, wire: Any) -> tuple[int, ...] | None:
+        """Give integers back; ``None`` where ``wire`` is a list to be read item by item. Raises ``TraceError``."""
+        ...
+
+
+def encode_event(event: Event, parts: Parts) -> dict[str, Any]:
+    """``{"kind": ..., field: ...}``. Raises ``TraceError`` for a kind or a value that no trace can hold."""
+    if EVENT_KINDS.get(event.kind) is not type(event):
+        raise TraceError(f"{type(event).__name__} is not a kind of event that a trace holds; those are {sorted(EVENT_KINDS)}.")
+    return {"kind": event.kind, **_write(event, parts, f"{event.kind} event")}
+
+
+def decode_event(wire: Any, parts: Parts) -> Event:
+    """What ``encode_event`` wrote. Raises ``TraceError``, or ``TraceVersionError`` for a kind or a field that is not known."""
+    if not isinstance(wire, dict) or not isinstance(wire.get("kind"), str):
+        raise TraceError(f"An event must be an object with a kind, not {show(wire)}.")
+    kind = wire.pop("kind")
+    if kind not in EVENT_KINDS:
+        raise TraceVersionError(
+            f"The trace holds an event of kind {show(kind)}, which this rollproof does not know; it knows {sorted(EVENT_KINDS)}. "
+            "A newer rollproof wrote it: upgrade to read it."
+        )
+    event: Event = _read(EVENT_KINDS[kind], wire, parts, f"{kind} event")
+    return event
+
+
+def encode_header(header: Header, parts: Parts) -> dict[str, Any]:
+    """The header as a JSON value. Raises ``TraceError`` for values that no trace can hold."""
+    return {**_write(header, parts, "header"), "schema": header.schema}
+
+
+def decode_header(wire: Any, parts: Parts) -> Header:
+    """What ``encode_header`` wrote. Raises ``TraceError``, or ``TraceVersionError`` where the trace is of a newer schema."""
+    if isinstance(wire, dict) and type(wire.get("schema")) is int and wire["schema"] > SCHEMA:
+        raise TraceVersionError(newer_schema(wire["schema"], wire.get("made_by")))
+    header: Header = _read(Header, wire, parts, "header")
+    return header
+
+
+def newer_schema(schema: object, made_by: object = None) -> str:
+    """The text for a trace of a schema that this version does not know."""
+    by = f" by {show(made_by)}" if made_by else ""
+    return (
+        f"This trace was written{by} in schema {show(schema)}; this rollproof reads schemas up to {SCHEMA}. "
+        "Upgrade rollproof (`pip install -U rollproof`) to read it."
+    )
+
+
+def as_array(data: Any, dtype: np.dtype[Any], shape: Any, start: int = 0, size: int | None = None) -> AnyArray:
+    """A read-only view of ``size`` bytes of a buffer as an array of ``shape``, a list of lengths. Raises ``TraceError``."""
+    size = len(data) - start if size is None else size
+    if not isinstance(shape, list) or len(shape) > _MAX_RANK or any(type(n) is not int or n < 0 for n in shape):
+        raise TraceError(f"The shape of an array must be at most {_MAX_RANK} lengths >= 0, not {show(shape)}.")
+    if math.prod(shape) * dtype.itemsize != size:
+        raise TraceError(f"An array of {dtype.name} claims {show(math.prod(shape))} elements by its shape, and has {size} bytes.")
+    flat: AnyArray = np.frombuffer(data, dtype, size // dtype.itemsize, start) if size else np.zeros(0, dtype)
+    try:
+        array = flat.reshape(shape)
+    except (ValueError, OverflowError) as error:
+        raise TraceError(f"An empty array claims impossible lengths: {show(str(error))}.") from None
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class _Codec:
+    """How values of one type are written and read. Both raise ``Misfit``."""
+
+    encode: Callable[[Any, Parts], Any]
+    decode: Callable[[Any, Parts], Any]
+
+
+def _write(record: Any, parts: Parts, what: str) -> dict[str, Any]:
+    kind: Any = type(record)
+    try:
+        wire: dict[str, Any] = _codec(kind).encode(record, parts)
+    except Misfit as misfit:
+        raise TraceError(f"The {what} cannot be stored: {misfit}.") from misfit
+    except RecursionError:
+        raise TraceError(f"The {what} cannot be stored: it is nested too deeply.") from None
+    return wire
+
+
+def _read(cls: Any, wire: Any, parts: Parts, what: str) -> Any:
+    try:
+        return _codec(cls).decode(wire, parts)
+    except Misfit as misfit:
+        raise TraceError(f"The {what} cannot be read: {misfit}.") from misfit
+    except RecursionError:
+        raise TraceError(f"The {what} cannot be read: it is nested too deeply.") from None
+
+
+@cache
+def _codec(hint: Hashable) -> _Codec:
+    """The codec of a type hint. Raises ``TypeError`` for one that no trace can hold: a fault of the record, not of a trace."""
+    if hint is Any:
+        return _Codec(lambda value, _: plain(value), lambda wire, _: read_plain(wire))
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _enum(hint)
+    if hint in SCALARS:
+        return _scalar(frozenset({hint}))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _record(hint)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _union(args)
+    if origin is np.ndarray:
+        return _array(args[1])
+    if origin is tuple:
+        return _tuple(args[0]) if args[1:] == (Ellipsis,) else _fixed(args)
+    if origin in _MAPPINGS:
+        return _mapping(*args)
+    raise TypeError(f"A trace cannot hold a field of type {hint!r}.")
+
+
+_MAPPINGS = (Mapping, dict)
+
+
+def _record(cls: type[Any]) -> _Codec:
+    hints = get_type_hints(cls, localns=_aliases())
+    specs = [(field.name, _codec(hints[field.name]), _default(field)) for field in fields(cls)]
+    known = {name for name, _, _ in specs}
+
+    def encode(value: Any, parts: Parts) -> Any:
+        if type(value) is not cls:
+            raise Misfit(f"must be a {cls.__name__}, not {show(value)}")
+        out = {}
+        for name, codec, default in specs:
+            item = getattr(value, name)
+            if item is not default and (type(item) is not type(default) or item != default):
+                out[name] = _step(codec.encode, item, parts, name)
+        return out
+
+    def decode(wire: Any, parts: Parts) -> Any:
+        if not isinstance(wire, dict):
+            raise Misfit(f"must be an object with the fields of {cls.__name__}, not {show(wire)}")
+        values = {}
+        for name, codec, default in specs:
+            if name in wire:
+                values[name] = _step(codec.decode, wire[name], parts, name)
+            elif default is MISSING:
+                raise Misfit(f"{cls.__name__} lacks {name!r}")
+        if not wire.keys() <= known:
+            raise TraceVersionError(
+                f"{cls.__name__} has the fields {[show(name) for name in sorted(wire.keys() - known)][:9]} here, which this rollproof does "
+                f"not know; it knows {sorted(known)}. A newer rollproof wrote them (upgrade to read it), or they are misspelt."
+            )
+        try:
+            return cls(**values)
+        except RollproofError as error:
+            raise Misfit(f"{cls.__name__} refuses its values: {error}") from error
+
+    return _Codec(encode, decode)
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+@cache
+def _aliases() -> dict[str, Any]:
+    """The type aliases of ``rollproof.records``, which are strings there, as types."""
+    names = {name: value for name, value in vars(records).items() if name in records.__all__ and isinstance(value, str)}
+    return {name: eval(value, dict(vars(records))) for name, value in names.items()}  # noqa: S307 - annotations of our own module
+
+
+def _step(do: Callable[[Any, Parts], Any], item: Any, parts: Parts, step: str) -> Any:
+    try:
+        return do(item, parts)
+    except Misfit as misfit:
+        raise misfit.within(step) from None
+
+
+def _scalar(allowed: frozenset[Any]) -> _Codec:
+    return _Codec(lambda value, _: write_scalar(value, allowed), lambda wire, _: read_scalar(wire, allowed))
+
+
+def _enum(cls: type[Enum]) -> _Codec:
+    members: dict[Any, Enum] = {member.value: member for member in cls}
+
+    def encode(value: Any, _: Parts) -> Any:
+        if value not in members.values():
+            raise Misfit(f"must be one of {list(members)}, not {show(value)}")
+        return cls(value).value
+
+    def decode(wire: Any, _: Parts) -> Any:
+        if type(wire) is not str or wire not in members:
+            raise Misfit(f"must be one of {list(members)}, not {show(wire)}")
+        return members[wire]
+
+    return _Codec(encode, decode)
+
+
+def _union(args: tuple[Any, ...]) -> _Codec:
+    if SCALARS.issuperset(args):
+        return _scalar(frozenset(args))
+    rest = [arg for arg in args if arg is not type(None)]
+    if len(rest) != 1 or len(args) != 2:
+        raise TypeError(f"A trace cannot tell apart the members of the union {args!r}.")
+    inner = _codec(rest[0])
+    return _Codec(
+        lambda value, parts: None if value is None else inner.encode(value, parts),
+        lambda wire, parts: None if wire is None else inner.decode(wire, parts),
+    )
+
+
+_KINDS: Mapping[Any, str] = {np.integer: "iub", np.floating: "f", np.number: "iuf", np.generic: "iufb", Any: "iufb"}
+"""Kinds of dtype under an abstract element type. A mask is declared as an integer array, and may be boolean."""
+
+
+def _array(dtype: Any) -> _Codec:
+    wanted = (get_args(dtype) or (Any,))[0]
+    wanted = get_origin(wanted) or wanted
+    fitting = [name for name, known in DTYPES.items() if (known.kind in _KINDS[wanted] if wanted in _KINDS else known == wanted)]
+
+    def check(array: AnyArray) -> AnyArray:
+        if array.dtype.name not in fitting:
+            raise Misfit(f"must be an array of {' or '.join(fitting)}, not of {array.dtype.name}")
+        return array
+
+    def encode(value: Any, parts: Parts) -> Any:
+        if not isinstance(value, np.ndarray):
+            raise Misfit(f"must be a numpy array, not {show(value)}")
+        return parts.put_array(check(value))
+
+    return _Codec(encode, lambda wire, parts: check(parts.array(wire)))
+
+
+def _tuple(item: Any) -> _Codec:
+    inner = _codec(item)
+    integers = item is int or int in get_args(item)
+
+    def encode(value: Any, parts: Parts) -> Any:
+        if not isinstance(value, tuple):
+            raise Misfit(f"must be a tuple, not {show(value)}")
+        if integers and value and set(map(type, value)) == {int} and min(value) >= -(2**63) and max(value) < 2**63:
+            return parts.put_integers(value)
+        return [_step(inner.encode, one, parts, f"[{i}]") for i, one in enumerate(value)]
+
+    def decode(wire: Any, parts: Parts) -> Any:
+        found = parts.integers(wire) if integers else None
+        if found is not None:
+            return found
+        if not isinstance(wire, list):
+            raise Misfit(f"must be a list, not {show(wire)}")
+        return tuple([_step(inner.decode, one, parts, f"[{i}]") for i, one in enumerate(wire)])
+
+    return _Codec(encode, decode)
+
+
+def _fixed(args: tuple[Any, ...]) -> _Codec:
+    inner = [_codec(arg) for arg in args]
+
+    def each(values: Any, kind: type[Any], steps: list[Callable[[Any, Parts], Any]], parts: Parts) -> list[Any]:
+        if not isinstance(values, kind) or len(values) != len(steps):
+            raise Misfit(f"must be {len(steps)} values, not {show(values)}")
+        return [_step(step, one, parts, f"[{i}]") for i, (step, one) in enumerate(zip(steps, values, strict=True))]
+
+    return _Codec(
+        lambda value, parts: each(value, tuple, [codec.encode for codec in inner], parts),
+        lambda wire, parts: tuple(each(wire, list, [codec.decode for codec in inner], parts)),
+    )
+
+
+def _mapping(key: Any, item: Any) -> _Codec:
+    if key not in (str, int):
+        raise TypeError(f"A trace cannot hold a mapping whose keys are {key!r}.")
+    inner = _codec(item)
+
+    def encode(value: Any, parts: Parts) -> Any:
+        if not isinstance(value, Mapping) or not all(isinstance(one, key) and type(one) is not bool for one in value):
+            raise Misfit(f"must be a mapping with keys of {key.__name__}, not {show(value)}")
+        return {key_of(one): _step(inner.encode, held, parts, f"[{one}]") for one, held in value.items()}
+
+    def decode(wire: Any, parts: Parts) -> Any:
+        if not isinstance(wire, dict):
+            raise Misfit(f"must be an object, not {show(wire)}")
+        return {read_key(one, key): _step(inner.decode, held, parts, f"[{show(one)}]") for one, held in wire.items()}
+
+    return _Codec(encode, decode)
