@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollproof.records import FinishReason, Version
-from rollproof.trace import Abort, Admit, Call, Event, Fault, Observation, Pause, Reply, Result, Resume, Submit, Weights
+from rollproof.trace import Abort, Admit, Call, Event, Fault, Observation, Pause, PauseMode, Reply, Result, Submit, Weights
 
 __all__ = ["Scenarios"]
 
@@ -21,41 +21,50 @@ _FAULTS = {
     "reject": "rejected calls",
     "death": "server deaths",
     "revive": "server revivals",
-    "update-failure": "failed weight updates",
+    "update-hung": "weight updates that hung",
 }
+_FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has not ended."""
+    """A request that has not ended: its calls, and the versions that sampled a token of it, in order."""
 
-    budget: int | None
-    calls: int = 0
-    got: int = 0
+    calls: list[int] = field(default_factory=list)
     versions: list[Version] = field(default_factory=list)
     aborted: bool = False
+    aborts: int = 0
     turns: int = 0
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A call that was not answered."""
+    """A call that was not answered. ``frozen``: a pause froze it, so that its next admission is no preemption's."""
 
     request: str
     server: str
     max_tokens: int | None
     admits: int = 0
+    frozen: bool = False
+
+
+@dataclass(slots=True)
+class _Server:
+    """What is known of a server: its weights (``None``: never told), and how many admitted calls it has."""
+
+    version: Version = None
+    busy: int = 0
 
 
 class Scenarios:
-    """Counts the situations of one trace, or of several that are fed one after another (``end`` between them).
-
-    Memory holds the open requests and calls. ``counts`` has only names that occurred.
-    """
+    """Counts the situations of one trace. Memory holds the open requests and calls."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._end_of_trace()
+        self._open: dict[str, _Open] = {}
+        self._sent: dict[int, _Sent] = {}
+        self._servers: dict[str, _Server] = {}
+        self._out_of_step = False
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
             Submit: self._submit,
             Call: self._call,
@@ -63,19 +72,11 @@ class Scenarios:
             Reply: self._reply,
             Abort: self._abort,
             Pause: self._pause,
-            Resume: self._resume,
             Weights: self._weights,
             Observation: self._observation,
             Fault: self._fault,
             Result: self._result,
         }
-
-    def _end_of_trace(self) -> None:
-        self._open: dict[str, _Open] = {}
-        self._sent: dict[int, _Sent] = {}
-        self._busy: dict[str, int] = {}
-        self._versions: dict[str, Version] = {}
-        self._out_of_step = False
 
     def event(self, event: Event) -> None:
         """Take one event."""
@@ -83,49 +84,57 @@ class Scenarios:
         if handler is not None:
             handler(event)
 
-    def end(self) -> None:
-        """The trace has ended; the next event belongs to another run."""
-        self._end_of_trace()
-
     @property
     def counts(self) -> dict[str, int]:
-        """How often each situation occurred, by name, sorted by name."""
-        return dict(sorted(self._counts.items()))
+        """How often each situation occurred, by name, sorted by name; what never occurred is left out."""
+        return {name: count for name, count in sorted(self._counts.items()) if count}
 
     def _add(self, name: str, times: int = 1) -> None:
         self._counts[name] = self._counts.get(name, 0) + times
 
+    def _server(self, name: str) -> _Server:
+        server = self._servers.get(name)
+        if server is None:
+            server = self._servers[name] = _Server()
+        return server
+
     def _submit(self, event: Submit) -> None:
         self._add("requests")
         if self._open:
-            self._add("requests in parallel")
-        self._open[event.request.request_id] = _Open(event.request.budget)
+            self._add("requests in parallel with others")
+        self._open[event.request.request_id] = _Open()
 
     def _call(self, event: Call) -> None:
+        self._add("engine calls")
         self._sent[event.call_id] = _Sent(event.request_id, event.server_id, event.max_tokens)
+        self._server(event.server_id)
         request = self._open.get(event.request_id)
-        if request is not None:
-            request.calls += 1
-            if request.aborted:
-                self._add("resumes")
-                request.aborted = False
+        if request is None:
+            return
+        request.calls.append(event.call_id)
+        if request.aborted:
+            self._add("resumes")
+            request.aborted = False
 
     def _admit(self, event: Admit) -> None:
         call = self._sent.get(event.call_id)
         if call is None:
             return
         call.admits += 1
-        if call.admits > 1:
-            self._add("preemptions")
+        if call.admits == 1:
+            self._servers[call.server].busy += 1
+            if self._out_of_step:
+                self._add("calls while replicas were out of step")
         else:
-            self._busy[call.server] = self._busy.get(call.server, 0) + 1
+            self._add("prefills anew after a pause" if call.frozen else "preemptions")
+        call.frozen = False
 
     def _reply(self, event: Reply) -> None:
         call = self._sent.pop(event.call_id, None)
         if call is None:
             return
         if call.admits:
-            self._busy[call.server] -= 1
+            self._servers[call.server].busy -= 1
         output = event.output
         tokens = len(output.token_ids)
         self._add("tokens sampled", tokens)
@@ -135,51 +144,57 @@ class Scenarios:
             self._add("prefix-cache hits")
         if output.routes is not None:
             self._add("route rows", len(output.routes))
-        reason = output.finish_reason
-        if reason is FinishReason.ABORT:
-            self._add(_abort_name(call, tokens))
-        elif reason is FinishReason.STOP:
-            self._add(
-                "ends by EOS before the budget" if call.max_tokens is None or tokens < call.max_tokens else "ends by EOS on the budget"
-            )
-        elif call.max_tokens is not None and tokens >= call.max_tokens:
-            self._add("budgets exhausted")
+        self._add(_ending(call, output.finish_reason, tokens))
         request = self._open.get(call.request)
-        if request is None or not event.delivered or event.duplicate:
-            return
-        request.got += tokens
-        request.aborted = reason is FinishReason.ABORT
-        before = len(request.versions)
-        for span in event.true_tokens if event.true_tokens is not None else output.spans:
-            if span.end > span.start and span.version is not None and span.version not in request.versions:
-                request.versions.append(span.version)
-        if before and len(request.versions) > before:
+        if request is not None and event.delivered and not event.duplicate:
+            self._consume(request, event)
+
+    def _consume(self, request: _Open, reply: Reply) -> None:
+        request.aborted = reply.output.finish_reason is FinishReason.ABORT
+        request.aborts += request.aborted
+        before, sampled = len(request.versions), 0
+        for span in reply.true_tokens if reply.true_tokens is not None else reply.output.spans:
+            if span.end > span.start and span.version is not None:
+                sampled += 1
+                if span.version not in request.versions:
+                    request.versions.append(span.version)
+        if sampled > 1:
+            self._add("calls across a weight version")
+        if before and sampled and request.versions[before:]:
             self._add("resumes across a weight version")
 
     def _abort(self, event: Abort) -> None:
-        self._add("aborts asked for" if event.call_ids else "aborts of nothing in flight")
+        if not event.call_ids:
+            self._add("aborts of nothing in flight")
 
     def _pause(self, event: Pause) -> None:
         self._add(f"pauses, mode {event.mode}")
-
-    def _resume(self, event: Resume) -> None:
-        self._add("resumes of a server")
+        if event.mode in _FREEZING:
+            for call_id in event.progress or ():
+                call = self._sent.get(call_id)
+                if call is not None and call.admits:
+                    call.frozen = True
+                    self._add("calls frozen by a pause")
 
     def _weights(self, event: Weights) -> None:
+        server = self._server(event.server_id)
         if not event.loaded:
             self._add("labels published without weights")
             return
+        if server.version is not None or self._open:
+            self._update(event, server)
+        server.version = event.version
+        self._out_of_step = len({one.version for one in self._servers.values()}) > 1
+
+    def _update(self, event: Weights, server: _Server) -> None:
         if not self._open:
             self._add("weight updates while idle")
-        elif self._busy.get(event.server_id):
-            self._add("weight updates while calls ran")
         else:
-            self._add("weight updates between calls")
+            self._add("weight updates while calls ran" if server.busy else "weight updates between calls")
         if event.identity:
             self._add("identity updates")
         if event.label is None:
             self._add("weight updates without a label")
-        self._versions[event.server_id] = event.version
 
     def _observation(self, event: Observation) -> None:
         request = self._open.get(event.request_id)
@@ -187,12 +202,24 @@ class Scenarios:
             request.turns += 1
 
     def _fault(self, event: Fault) -> None:
+        if event.what == "update-failure":
+            self._add("failed weight updates" if event.server_id is None else "broken weight transfers")
+            return
         self._add(_FAULTS.get(event.what, event.what))
+        if event.what == "death" and event.server_id is not None:
+            self._server(event.server_id).busy = 0
+            for call_id in [call_id for call_id, call in self._sent.items() if call.server == event.server_id]:
+                del self._sent[call_id]
+                self._add("calls lost with their server")
 
     def _result(self, event: Result) -> None:
         request = self._open.pop(event.request_id, None)
         if request is None:
             return
+        for call_id in request.calls:  # calls that were given up have no reply
+            call = self._sent.pop(call_id, None)
+            if call is not None and call.admits:
+                self._servers[call.server].busy -= 1
         if event.hung:
             self._add("requests that hung")
         elif event.error is not None:
@@ -201,15 +228,21 @@ class Scenarios:
             self._add("requests dropped")
         if request.turns:
             self._add("multi-turn rollouts")
+        if request.aborts > 1:
+            self._add("requests aborted twice or more")
         if len(request.versions) > 2:
             self._add("rollouts across two or more updates")
 
 
-def _abort_name(call: _Sent, tokens: int) -> str:
-    if not call.admits:
-        return "aborts while queued"
-    if not tokens:
-        return "aborts before the first token"
-    if call.max_tokens is not None and tokens >= call.max_tokens:
-        return "aborts on the last token"
-    return "aborts mid-decode"
+def _ending(call: _Sent, reason: FinishReason, tokens: int) -> str:
+    """The name of how a call ended. A budget is the call's own grant."""
+    full = call.max_tokens is not None and tokens >= call.max_tokens
+    if reason is FinishReason.ABORT:
+        if not call.admits:
+            return "aborts while queued"
+        if not tokens:
+            return "aborts before the first token"
+        return "aborts on the last token" if full else "aborts mid-decode"
+    if reason is FinishReason.STOP:
+        return "ends of sequence on the last token" if full else "ends of sequence before the budget"
+    return "budgets exhausted" if full else "natural ends"

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollproof.checks import Check, Collector, trace_check
+from rollproof.checks import Check, Collector, request_check, trace_check
 from rollproof.contract import Contract, PartialOff, ResumeBy
-from rollproof.invariants.fold import Ending, Fold, case_option
+from rollproof.invariants.fold import Ending, Fold, case_option, keep
 from rollproof.records import FinishReason
-from rollproof.trace import Abort, Call, Fault, Pause, PauseMode, Reply, Result, Resume, Submit, Weights
+from rollproof.trace import Abort, Call, Fault, Header, Pause, PauseMode, Reply, Result, Resume, Submit, Weights
 from rollproof.view import Attempt, RequestView
 
 if TYPE_CHECKING:
     from rollproof.judge import JudgeContext
 
-__all__ = ["CHECKS", "no_partial_flag"]
+__all__ = ["CHECKS", "no_partial_flag", "partial_is_off"]
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _HitsTarget(Fold):
         self._groups.pop(event.request_id, None)
 
     def on_call(self, event: Call, out: Collector) -> None:
-        self._flying[event.call_id] = _Flying(event.request_id, event.server_id, caused=event.server_id in self._paused)
+        keep(self._flying, event.call_id, _Flying(event.request_id, event.server_id, caused=event.server_id in self._paused))
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._paused.add(event.server_id)
@@ -62,6 +62,8 @@ class _HitsTarget(Fold):
         self._excuse(event.server_id)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.server_id is not None and event.what == "death":
+            self._suspects.pop(event.server_id, None)
         if event.call_id in self._flying:
             self._flying[event.call_id].caused = True
         elif event.server_id is not None:
@@ -137,7 +139,8 @@ class _KeepsTokens(Fold):
         self._progress: dict[int, int] = {}
 
     def _note(self, progress: Mapping[int, int] | None) -> None:
-        self._progress.update((call, count) for call, count in (progress or {}).items() if count is not None)
+        for call, count in (progress or {}).items():
+            keep(self._progress, call, count)
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._note(event.progress)
@@ -186,7 +189,7 @@ class _AbortEnds(Ending):
         self._paused: set[str] = set()
 
     def on_call(self, event: Call, out: Collector) -> None:
-        self._flying[event.call_id] = event.server_id
+        keep(self._flying, event.call_id, event.server_id)
 
     def on_pause(self, event: Pause, out: Collector) -> None:
         self._paused.add(event.server_id)
@@ -203,11 +206,11 @@ class _AbortEnds(Ending):
             out.exercised("calls aborted")
 
     def on_fault(self, event: Fault, out: Collector) -> None:
-        for call_id in [
-            c for c, server in self._flying.items() if c == event.call_id or (event.what == "death" and server == event.server_id)
-        ]:
-            self._flying.pop(call_id)
-            self._aborted.pop(call_id, None)
+        super().on_fault(event, out)
+        for call_id, server in list(self._flying.items()):
+            if call_id == event.call_id or (event.what == "death" and server == event.server_id):
+                del self._flying[call_id]
+                self._aborted.pop(call_id, None)
 
     def finish(self, out: Collector) -> None:
         for call_id, abort in self._aborted.items():
@@ -239,124 +242,113 @@ def _surfaces(contract: Contract) -> str | None:
     return "nobody resumes aborted samples (resume='none')" if contract.resume is ResumeBy.NONE else None
 
 
-class _NotSurfaced(Fold):
-    """Neither as finish reason ``abort`` nor as a fragment that is handed over as finished."""
-
-    def on_result(self, event: Result, out: Collector) -> None:
-        view = self.context.open.get(event.request_id)
-        if view is None or event.rollout is None or case_option(self.context, "partial") is False:
-            return
-        segments = view.segments
-        if not any(_is_abort(attempt) for attempt in segments):
-            return
-        out.exercised("samples that were aborted")
-        if _used_up(view, segments) or self._broke(view) or self._ends_with_eos(segments[-1]):
-            return
-        if event.rollout.finish_reason is FinishReason.ABORT:
-            title, observed = "an abort reached the caller", "finish reason abort"
-        elif _is_abort(segments[-1]):
-            title = "an aborted fragment was handed over as finished"
-            observed = f"finish reason {event.rollout.finish_reason}, although its last call was aborted and budget is left"
-        else:
-            return
-        out.finding(
-            title,
-            expected="the sample is resumed until an engine ends it (abort_surfaces=False)",
-            observed=f"{observed}, {len(event.rollout.response_ids)} tokens after {len(segments)} calls",
-            where=view.where(segment=len(segments) - 1, index=event.index),
-            hint="The trainer would learn from a fragment as from a whole answer. A cap on retries must not turn an abort into `length` "
-            "(AReaL InfBridge).",
-        )
-
-    def _broke(self, view: RequestView) -> bool:
-        """Whether something else than the abort ended the sample: a call without a received answer."""
-        return any(attempt.consumed is None for attempt in view.attempts[view.segments[-1].number :])
-
-    def _ends_with_eos(self, attempt: Attempt) -> bool:
-        """On an abort that hit the end-of-sequence token, ending and resuming are both defensible."""
-        eos = (self.context.header.coding or {}).get("eos")
-        tokens = attempt.consumed.output.token_ids if attempt.consumed else ()
-        return eos is not None and bool(tokens) and tokens[-1] == eos
-
-
-_not_surfaced = trace_check(
+@request_check(
     "lifecycle.aborts-do-not-surface",
     promise="With partial rollout on, an aborted sample is resumed until it ends: no caller sees an abort.",
     needs="aborted replies",
     exercised_by="samples that were aborted",
     applies=_surfaces,
-)(_NotSurfaced)
+)
+def _not_surfaced(view: RequestView, out: Collector) -> None:
+    """Neither as finish reason ``abort`` nor as a fragment that is handed over as finished."""
+    rollout, segments = view.rollout, view.segments
+    if rollout is None or not any(_is_abort(attempt) for attempt in segments) or partial_is_off(view.header, view.contract):
+        return
+    out.exercised("samples that were aborted")
+    last = segments[-1]
+    if _used_up(view, last) or _ends_with_eos(view, last) or any(attempt.consumed is None for attempt in view.attempts[last.number :]):
+        return
+    if rollout.finish_reason is FinishReason.ABORT:
+        title, observed = "an abort reached the caller", "finish reason abort"
+    elif _is_abort(last):
+        title = "an aborted fragment was handed over as finished"
+        observed = f"finish reason {rollout.finish_reason}, although its last call was aborted and budget is left"
+    else:
+        return
+    out.finding(
+        title,
+        expected="the sample is resumed until an engine ends it (abort_surfaces=False)",
+        observed=f"{observed}, {len(rollout.response_ids)} tokens after {len(segments)} calls",
+        where=view.where(segment=len(segments) - 1, call=last.call.call_id),
+        hint="The trainer would learn from a fragment as from a whole answer. A cap on retries must not turn an abort into `length` "
+        "(AReaL InfBridge).",
+    )
 
 
 def no_partial_flag(contract: Contract) -> str | None:
     """Why the partial-rollout flag cannot be judged under ``contract``; ``None`` where it can."""
     if contract.partial_off is None:
         return "the contract declares no way to turn partial rollout off (partial_off)"
-    return (
-        None if contract.resume is ResumeBy.CLIENT else f"partial rollout is the client's, and the contract says resume='{contract.resume}'"
-    )
+    return "the engine resumes by itself, whatever the flag says (resume='engine')" if contract.resume is ResumeBy.ENGINE else None
 
 
-class _PartialOff(Fold):
-    """Sending a call again that was aborted before its first token is a retry, not a partial rollout."""
-
-    def on_result(self, event: Result, out: Collector) -> None:
-        if case_option(self.context, "partial") is not False:
-            return
-        view = self.context.open.get(event.request_id)
-        segments = view.segments if view is not None else []
-        aborted = next(
-            (attempt for attempt in segments if _is_abort(attempt) and attempt.consumed and attempt.consumed.output.token_ids), None
-        )
-        if view is None or aborted is None or _used_up(view, segments):
-            return
-        out.exercised("samples aborted with partial rollout off")
-        again = _next_in_turn(view, aborted)
-        declared = self.context.contract.partial_off
-        if again is not None:
-            title, observed = "an aborted sample was resumed although partial rollout is off", f"call {again.call.call_id} continues it"
-        elif declared is PartialOff.DROPPED and event.rollout is not None:
-            title, observed = (
-                "an aborted sample was handed over although partial rollout is off",
-                f"a rollout, finish reason {event.rollout.finish_reason}",
-            )
-        elif declared is PartialOff.SURFACED and event.rollout is None and event.error is None:
-            title, observed = "an aborted sample vanished with partial rollout off", "nothing was handed over"
-        else:
-            return
-        out.finding(
-            title,
-            expected=f"call {aborted.call.call_id} was aborted: the sample is {declared} (partial_off)",
-            observed=observed,
-            where=view.where(call=aborted.call.call_id, index=event.index),
-            hint="The flag is read in one of two code paths (verl #6882, slime #2092).",
-        )
+def partial_is_off(header: Header | None, contract: Contract) -> bool:
+    """Whether aborted samples must not be resumed: nobody ever does (resume='none'), or the case says so."""
+    return contract.resume is ResumeBy.NONE or case_option(header, "partial") is False
 
 
-_partial_off = trace_check(
+@request_check(
     "lifecycle.partial-off-honoured",
     promise="With partial rollout off, a sample aborted after its first token is not resumed: it is dropped or surfaced as declared.",
-    needs="a case with partial=False, and aborted replies with tokens",
+    needs="a case with partial=False (or resume='none'), and aborted replies with tokens",
     exercised_by="samples aborted with partial rollout off",
     applies=no_partial_flag,
-)(_PartialOff)
+)
+def _partial_off(view: RequestView, out: Collector) -> None:
+    """Sending a call again that was aborted before its first token is a retry, not a partial rollout."""
+    result = view.result
+    if result is None or result.hung or not partial_is_off(view.header, view.contract):
+        return
+    aborted = next((one for one in view.segments if _is_abort(one) and one.consumed and one.consumed.output.token_ids), None)
+    if aborted is None or _used_up(view, aborted) or _ends_with_eos(view, aborted):
+        return
+    out.exercised("samples aborted with partial rollout off")
+    again = _next_in_turn(view, aborted)
+    declared = view.contract.partial_off
+    if again is not None:
+        title, observed = "an aborted sample was resumed although partial rollout is off", f"call {again.call.call_id} continues it"
+    elif declared is PartialOff.DROPPED and result.rollout is not None:
+        title = "an aborted sample was handed over although partial rollout is off"
+        observed = f"a rollout, finish reason {result.rollout.finish_reason}"
+    elif declared is PartialOff.SURFACED and result.rollout is None and result.error is None:
+        title, observed = "an aborted sample vanished with partial rollout off", "nothing was handed over"
+    else:
+        return
+    out.finding(
+        title,
+        expected=f"call {aborted.call.call_id} was aborted: the sample is {declared} (partial_off)",
+        observed=observed,
+        where=view.where(call=aborted.call.call_id, index=result.index),
+        hint="The flag is read in one of two code paths (verl #6882, slime #2092).",
+    )
 
 
 def _is_abort(attempt: Attempt) -> bool:
     return attempt.consumed is not None and attempt.consumed.output.finish_reason is FinishReason.ABORT
 
 
-def _used_up(view: RequestView, segments: list[Attempt]) -> bool:
-    """Whether the received tokens use up the budget: then an abort of the last call ends nothing early."""
+def _used_up(view: RequestView, last: Attempt) -> bool:
+    """Whether ``last`` used up its grant, or all calls the budget: then its abort ended nothing early."""
+    tokens = len(last.consumed.output.token_ids) if last.consumed else 0
+    if last.call.max_tokens is not None and tokens >= last.call.max_tokens:
+        return True
     budget = view.request.budget
-    got = sum(len(attempt.consumed.output.token_ids) for attempt in segments if attempt.consumed)
-    return budget is not None and got >= budget
+    got = sum(len(attempt.consumed.output.token_ids) for attempt in view.attempts[: last.number + 1] if attempt.consumed)
+    return budget is not None and got + sum(len(item.token_ids) for item in view.observations) >= budget
+
+
+def _ends_with_eos(view: RequestView, attempt: Attempt) -> bool:
+    """On an abort that hit the end-of-sequence token, ending and resuming are both defensible."""
+    coding = view.header.coding if view.header is not None else None
+    if not coding or coding.get("eos_every") is None or attempt.consumed is None:
+        return False
+    return attempt.consumed.output.token_ids[-1:] == (coding.get("eos_id", 0),)
 
 
 def _next_in_turn(view: RequestView, aborted: Attempt) -> Attempt | None:
     """The next call of the same turn; ``None`` where there is none, or the environment spoke before it."""
+    reply = aborted.consumed
     for attempt in view.attempts[aborted.number + 1 :]:
-        reply = aborted.consumed
         if reply is not None and attempt.call.index > reply.index:
             spoke = any(reply.index < item.index < attempt.call.index for item in view.observations)
             return None if spoke else attempt

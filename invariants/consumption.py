@@ -41,7 +41,7 @@ class _Point:
 def _points(view: RequestView) -> Iterator[_Point]:
     """The points of a request in order; those whose sequence does not continue the known one are left out."""
     steps: list[tuple[int, object]] = [(attempt.call.index, attempt) for attempt in view.attempts]
-    steps += [(reply.index, (attempt, reply)) for attempt in view.attempts for reply in attempt.replies if reply.delivered]
+    steps += [(attempt.consumed.index, (attempt, attempt.consumed)) for attempt in view.attempts if attempt.consumed is not None]
     steps += [(item.index, item.token_ids) for item in view.observations]
     steps.sort(key=lambda step: step[0])
     known = view.request.prompt_ids
@@ -67,13 +67,13 @@ def _points(view: RequestView) -> Iterator[_Point]:
     "lifecycle.duplicate-consumed-once",
     promise="A reply that is delivered twice enters the sample once.",
     needs="duplicate replies",
-    exercised_by="duplicate replies received",
+    exercised_by="duplicate replies",
 )
 def _once(view: RequestView, out: Collector) -> None:
     """The tokens of one call must not stand twice, one after the other, where one reply was due."""
     if not any(len(attempt.replies) > 1 for attempt in view.attempts):
         return
-    out.exercised("duplicate replies received", sum(reply.duplicate for attempt in view.attempts for reply in attempt.replies))
+    out.exercised("duplicate replies", sum(reply.duplicate for attempt in view.attempts for reply in attempt.replies))
     for point in _points(view):
         for attempt, reply in point.replies:
             tokens = reply.output.token_ids

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rollproof.errors import UsageError
 from rollproof.trace import EVENT_KINDS, Event, Fault, Gauge, Header, Result
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from rollproof.checks import Collector
     from rollproof.judge import JudgeContext
 
-__all__ = ["Ending", "Fold", "Recent", "case_actions", "case_option"]
+__all__ = ["Ending", "Fold", "Recent", "case_actions", "case_option", "keep"]
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+_MOST = 1 << 16
 
 
 class Fold:
@@ -82,6 +86,16 @@ class Ending(Fold):
     def complete(self) -> bool:
         """Whether every rollout and every update that was started has ended. Ask in ``finish``."""
         return not self.hung and not self._stuck and (self._gauged or self.context.header.case is not None)
+
+
+def keep(known: dict[_K, _V], key: _K, value: _V) -> None:
+    """Remember ``value`` under ``key``; beyond 65,536 entries the oldest is forgotten.
+
+    A call whose caller gave up may have no reply for ever: without a bound, memory would grow with the trace.
+    """
+    known[key] = value
+    if len(known) > _MOST:
+        del known[next(iter(known))]
 
 
 class Recent:

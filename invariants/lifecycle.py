@@ -1,19 +1,19 @@
 """Lifecycle: every request ends once, nothing is lost or left running, and nothing fails that had no reason to.
 
-What aborts may do is in ``aborts``, which replies a stack may use in ``consumption``; all have ids ``lifecycle.*``.
+Which calls a stack may make is in ``calls``, what aborts may do in ``aborts``, which replies a stack may use in
+``consumption``; all have ids ``lifecycle.*``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, request_check, trace_check
 from rollproof.contract import PartialOff, Provenance, ResumeBy
-from rollproof.invariants import aborts, consumption
-from rollproof.invariants.fold import Ending, Fold, Recent, case_option
+from rollproof.invariants import aborts, calls, consumption
+from rollproof.invariants.fold import Ending, Fold, Recent, case_option, keep
 from rollproof.records import FinishReason
-from rollproof.trace import Admit, Call, Fault, Gauge, Reply, Result, Submit
+from rollproof.trace import Call, Fault, Gauge, Reply, Result, Submit
 from rollproof.view import RequestView
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECKS"]
 
-_FLEET_FAULTS = frozenset({"death", "revive", "update-failure"})
-_MANY_ATTEMPTS = 200
+_FLEET_FAULTS = frozenset({"death", "revive", "update-failure", "update-hung"})
 
 
 class _EndsOnce(Ending):
@@ -120,7 +119,7 @@ class _NoError(Fold):
         self._open[event.request.request_id] = bool(self._down) or (budget is not None and budget <= 0)
 
     def on_call(self, event: Call, out: Collector) -> None:
-        self._calls[event.call_id] = (event.request_id, event.server_id)
+        keep(self._calls, event.call_id, (event.request_id, event.server_id))
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         if not event.delivered:
@@ -150,12 +149,14 @@ class _NoError(Fold):
         excused = self._open.pop(event.request_id, None)
         if excused is None:
             return
-        self._calls = {call: at for call, at in self._calls.items() if at[0] != event.request_id}
+        view = self.context.open.get(event.request_id)
+        attempts = view.attempts if view is not None else []
+        for attempt in attempts:
+            self._calls.pop(attempt.call.call_id, None)
         out.exercised("requests that ended")
         if event.error is None or event.hung or excused:
             return
-        view = self.context.open.get(event.request_id)
-        replies = [attempt.consumed.output for attempt in view.segments if attempt.consumed] if view is not None else []
+        replies = [attempt.consumed.output for attempt in attempts if attempt.consumed]
         last = (
             f"its last reply had {len(replies[-1].token_ids)} tokens, finish reason {replies[-1].finish_reason}"
             if replies
@@ -230,7 +231,7 @@ class _SurvivesDeath(Fold):
         self._hit: dict[str, tuple[str, tuple[int, ...] | None]] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        self._flying[event.call_id] = event
+        keep(self._flying, event.call_id, event)
         server, known = self._hit.get(event.request_id, ("", None))
         if known is None:
             return
@@ -248,7 +249,10 @@ class _SurvivesDeath(Fold):
             )
 
     def on_reply(self, event: Reply, out: Collector) -> None:
-        self._flying.pop(event.call_id, None)
+        call = self._flying.pop(event.call_id, None)
+        if call is not None and event.delivered:
+            # It went on, so what becomes of it now is not the death's doing.
+            self._hit.pop(call.request_id, None)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what != "death":
@@ -285,192 +289,36 @@ _survives_death = trace_check(
 )(_SurvivesDeath)
 
 
-class _Drops(Fold):
-    """Anything else that vanishes without an error shrinks a group or a batch unseen."""
-
-    def on_result(self, event: Result, out: Collector) -> None:
-        view = self.context.open.get(event.request_id)
-        if view is None:
-            return
-        out.exercised("requests that ended")
-        if event.rollout is not None or event.error is not None or event.hung:
-            return
-        out.exercised("samples dropped")
-        segments = view.segments
-        ended = segments[-1].consumed if segments else None
-        reason = None
-        if self.context.contract.partial_off is not PartialOff.DROPPED:
-            reason = "the contract does not declare partial_off='dropped'"
-        elif case_option(self.context, "partial") is True:
-            reason = "partial rollout is on"
-        elif ended is not None and ended.output.finish_reason is not FinishReason.ABORT:
-            reason = f"its last call ended with finish reason {ended.output.finish_reason}"
-        if reason is not None:
-            out.finding(
-                "a sample was dropped without leave",
-                expected=f"a rollout or an error: {reason}",
-                observed="nothing was handed over",
-                where=view.where(index=event.index),
-            )
-
-
-_drops = trace_check(
+@request_check(
     "lifecycle.drops-only-as-declared",
     promise="A sample is dropped only if it was aborted, partial rollout is off and the contract says that such samples are dropped.",
     needs="Result events",
-    exercised_by=("requests that ended", "samples dropped"),
-)(_Drops)
-
-
-@dataclass(slots=True)
-class _Sent:
-    request: str
-    server: str
-    admitted: bool = False
-
-
-class _NoOrphans(Ending):
-    """Calls that died with their server, or that a fault concerned, are excused."""
-
-    def __init__(self, context: JudgeContext) -> None:
-        super().__init__(context)
-        self._open: dict[int, _Sent] = {}
-
-    def on_call(self, event: Call, out: Collector) -> None:
-        self._open[event.call_id] = _Sent(event.request_id, event.server_id)
-
-    def on_admit(self, event: Admit, out: Collector) -> None:
-        call = self._open.get(event.call_id)
-        if call is not None:
-            call.admitted = True
-
-    def on_reply(self, event: Reply, out: Collector) -> None:
-        if self._open.pop(event.call_id, None) is not None:
-            out.exercised("calls that ended")
-
-    def on_fault(self, event: Fault, out: Collector) -> None:
-        if event.call_id is not None:
-            self._open.pop(event.call_id, None)
-        elif event.what == "death":
-            self._open = {call_id: call for call_id, call in self._open.items() if call.server != event.server_id}
-
-    def finish(self, out: Collector) -> None:
-        running = {call_id: call for call_id, call in self._open.items() if call.admitted}
-        if running and not self.complete:
-            out.absent("the trace ends while calls run, and may have been cut there")
-            return
-        for call_id, call in running.items():
-            out.finding(
-                "an engine still works for a request that has ended",
-                expected="every admitted call is answered or aborted before the run ends",
-                observed=f"call {call_id} on {call.server} has no reply",
-                where={"request": call.request, "call": call_id, "server": call.server},
-                hint="A retry left the first call running: abort it on the server when its caller gives up.",
-            )
-
-
-_no_orphans = trace_check(
-    "lifecycle.no-orphan-calls",
-    promise="When the last request has ended, no engine works on a call any more.",
-    needs="Admit and Reply events, in a trace that runs to its end",
-    exercised_by="calls that ended",
-)(_NoOrphans)
-
-
-class _NoCallAfterEnd(Fold):
-    """Requests of a group share their prompt, so a call may be attributed to the wrong one of them: they are not judged."""
-
-    def __init__(self, context: JudgeContext) -> None:
-        super().__init__(context)
-        self._ended = Recent()
-
-    def on_submit(self, event: Submit, out: Collector) -> None:
-        self._ended.discard(event.request.request_id)
-
-    def on_result(self, event: Result, out: Collector) -> None:
-        view = self.context.open.get(event.request_id)
-        if view is not None and view.request.group is None:
-            self._ended.add(event.request_id)
-            out.exercised("requests that ended")
-
-    def on_call(self, event: Call, out: Collector) -> None:
-        if event.request_id in self._ended:
-            out.finding(
-                "a call was made for a request that had ended",
-                expected="no call after the request's result",
-                observed=f"call {event.call_id} to {event.server_id} at event {event.index}",
-                where={"request": event.request_id, "call": event.call_id, "server": event.server_id, "index": event.index},
-                hint="A resume loop or a retry outlives the request that it belongs to.",
-            )
-
-
-_no_call_after_end = trace_check(
-    "lifecycle.no-call-after-end",
-    promise="No call is made for a request that has ended.",
-    needs="Call and Result events",
     exercised_by="requests that ended",
-)(_NoCallAfterEnd)
-
-
-@request_check(
-    "lifecycle.no-empty-grant",
-    promise="No engine is asked for zero or fewer tokens.",
-    needs="Call events with max_tokens",
-    exercised_by="calls with a budget",
 )
-def _no_empty_grant(view: RequestView, out: Collector) -> None:
-    """A resume whose budget is used up must end instead. A caller that asks for nothing is excused."""
-    granted = [attempt.call for attempt in view.attempts if attempt.call.max_tokens is not None]
-    out.exercised("calls with a budget", len(granted))
-    budget = view.request.budget
-    if budget is not None and budget <= 0:
+def _drops(view: RequestView, out: Collector) -> None:
+    """Anything else that vanishes without an error shrinks a group or a batch unseen."""
+    result = view.result
+    if result is None:
         return
-    for call in granted:
-        if call.max_tokens is not None and call.max_tokens <= 0:
-            out.finding(
-                "an engine was asked for no tokens",
-                expected="a budget of at least 1 token, or no call",
-                observed=f"call {call.call_id} with max_tokens={call.max_tokens}",
-                where=view.where(call=call.call_id, server=call.server_id, index=call.index),
-                hint="Engines refuse it with an error (SGLang, vLLM): stop the resume loop when the budget is used up.",
-            )
-
-
-class _BoundedAttempts(Fold):
-    """Polling a paused server at intervals is a design; 200 empty attempts closer together than an engine step are a busy loop."""
-
-    def on_result(self, event: Result, out: Collector) -> None:
-        view = self.context.open.get(event.request_id)
-        if view is None:
-            return
-        options = case_option(self.context, "engine")
-        step = float(options["step"]) if options else 1e-3
-        run = 0
-        for attempt in view.attempts:
-            reply = attempt.consumed
-            if reply is None or reply.output.token_ids:
-                run = 0
-                continue
-            out.exercised("replies without tokens")
-            run += 1
-            first = view.attempts[attempt.number - run + 1].call
-            if run > _MANY_ATTEMPTS and attempt.call.time - first.time < step * run / 2:
-                out.finding(
-                    "a request retries in a busy loop",
-                    expected=f"at most {_MANY_ATTEMPTS} empty attempts in a row, or a wait between them",
-                    observed=f"{run} calls in {attempt.call.time - first.time:g} s without a token",
-                    where=view.where(call=attempt.call.call_id, server=attempt.call.server_id, index=attempt.call.index),
-                    hint="The client retries at once while the server is paused: wait for the resume, or sleep between attempts.",
-                )
-                return
-
-
-_bounded_attempts = trace_check(
-    "lifecycle.bounded-attempts",
-    promise="A request does not call engines again and again without pause while they give it nothing.",
-    needs="replies without tokens, with the time of each call",
-    exercised_by="replies without tokens",
-)(_BoundedAttempts)
+    out.exercised("requests that ended")
+    if result.rollout is not None or result.error is not None or result.hung:
+        return
+    last = view.segments[-1].consumed if view.segments else None
+    reason = None
+    if view.contract.partial_off is not PartialOff.DROPPED:
+        reason = "the contract does not declare partial_off='dropped'"
+    elif view.contract.resume is ResumeBy.CLIENT and case_option(view.header, "partial") is True:
+        reason = "partial rollout is on"
+    elif last is not None and last.output.finish_reason is not FinishReason.ABORT:
+        reason = f"its last call ended with finish reason {last.output.finish_reason}"
+    if reason is not None:
+        out.finding(
+            "a sample was dropped without leave",
+            expected=f"a rollout or an error: {reason}",
+            observed="nothing was handed over",
+            where=view.where(index=result.index),
+            hint="Raise, or hand over what there is: a group that loses a member unseen changes its advantages.",
+        )
 
 
 CHECKS: tuple[Check, ...] = (
@@ -480,10 +328,7 @@ CHECKS: tuple[Check, ...] = (
     _counters,
     _survives_death,
     _drops,
-    _no_orphans,
-    _no_call_after_end,
-    _no_empty_grant,
-    _bounded_attempts,
+    *calls.CHECKS,
     *aborts.CHECKS,
     *consumption.CHECKS,
 )

@@ -1,30 +1,32 @@
 """Weights: what weight updates, pauses and caches may do to the samples in flight.
 
-Checks of the weights that *served*; those of the update procedure itself are in ``updates``. Versions are compared as the
-fakes count them (``Weights.version``, ``Reply.true_tokens``): labels belong to the family ``versions``.
+Which weights served a call is in ``serving``, the update procedure itself in ``updates``; all have ids ``weights.*``.
+Versions are those that the trace knows for true (``Weights.version``, ``Reply.true_tokens``): labels belong to the family
+``versions``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, trace_check
-from rollproof.contract import Contract, KvPolicy
-from rollproof.invariants import updates
-from rollproof.invariants.aborts import no_partial_flag
-from rollproof.invariants.fold import Fold, case_option
-from rollproof.records import FinishReason, Span, Version
-from rollproof.trace import Abort, Admit, Call, Fault, Pause, PauseMode, Reply, Result, Resume, Submit, Weights
+from rollproof.contract import Provenance
+from rollproof.invariants import serving, updates
+from rollproof.invariants.aborts import no_partial_flag, partial_is_off
+from rollproof.invariants.fold import Fold, keep
+from rollproof.invariants.serving import MIXED, NO_TRUTH
+from rollproof.records import FinishReason, Rollout, Version
+from rollproof.trace import Abort, Admit, Call, Fault, Pause, PauseMode, Reply, Result, Resume, Weights
 
 if TYPE_CHECKING:
     from rollproof.judge import JudgeContext
+    from rollproof.stitching import Stretch
+    from rollproof.view import Attempt, RequestView
 
 __all__ = ["CHECKS"]
 
-_MIXED = "mixed"
-_NO_TRUTH = "the trace does not say which weights really sampled (true_tokens): only rollproof's own engine knows"
+_FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 
 class _NoAdmission(Fold):
@@ -36,7 +38,7 @@ class _NoAdmission(Fold):
         self._queued: dict[int, str] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        self._queued[event.call_id] = event.server_id
+        keep(self._queued, event.call_id, event.server_id)
         if event.server_id in self._paused:
             out.exercised("calls sent to a paused server")
 
@@ -89,7 +91,7 @@ class _NoToken(Fold):
             self._compare(event.server_id, event.progress or {}, event.index, out)
             return
         self._mode[event.server_id] = event.mode
-        self._frozen[event.server_id] = {call: count for call, count in (event.progress or {}).items() if count is not None}
+        self._frozen[event.server_id] = dict(event.progress or {})
 
     def on_weights(self, event: Weights, out: Collector) -> None:
         self._compare(event.server_id, event.progress or {}, event.index, out)
@@ -102,21 +104,21 @@ class _NoToken(Fold):
         for server, frozen in self._frozen.items():
             if event.call_id in frozen and not event.duplicate:
                 self._compare(server, {event.call_id: len(event.output.token_ids)}, event.index, out)
-                frozen.pop(event.call_id, None)
+                del frozen[event.call_id]
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death" and event.server_id is not None:
             self._frozen.pop(event.server_id, None)
 
-    def _compare(self, server: str, progress: Iterable[int] | dict[int, int | None], index: int, out: Collector) -> None:
+    def _compare(self, server: str, progress: Mapping[int, int], index: int, out: Collector) -> None:
         frozen = self._frozen.get(server)
         if not frozen:
             return
-        for call, now in dict(progress).items():
+        for call, now in progress.items():
             before = frozen.get(call)
-            if before is None or now is None:
+            if before is None:
                 continue
-            out.exercised("frozen calls")
+            out.exercised("frozen calls", int(before > 0))
             if now > before:
                 frozen[call] = now
                 out.finding(
@@ -136,172 +138,6 @@ _no_token = trace_check(
 )(_NoToken)
 
 
-@dataclass(slots=True)
-class _Running:
-    """A call in flight: its server, and the epoch of that server's weights at its first admission (else at its sending)."""
-
-    server: str
-    epoch: int
-    admitted: bool = False
-
-
-class _Serving(Fold):
-    """Tracks, for each call, the weights that its server held from the call's admission on.
-
-    An epoch is a set of equal versions: an identity update adds its version to the epoch before. Epoch 0 is what a
-    server held before its first ``Weights`` event: unknown.
-    """
-
-    def __init__(self, context: JudgeContext) -> None:
-        super().__init__(context)
-        self._epochs: dict[str, list[frozenset[Version]]] = {}
-        self._updated: dict[str, int] = {}
-        self._running: dict[int, _Running] = {}
-        self._started = False
-
-    def on_submit(self, event: Submit, out: Collector) -> None:
-        self._started = True
-
-    def on_call(self, event: Call, out: Collector) -> None:
-        self._running[event.call_id] = _Running(event.server_id, len(self._line(event.server_id)) - 1)
-
-    def on_admit(self, event: Admit, out: Collector) -> None:
-        call = self._running.get(event.call_id)
-        if call is not None and not call.admitted:
-            call.admitted = True
-            call.epoch = len(self._line(call.server)) - 1
-
-    def on_weights(self, event: Weights, out: Collector) -> None:
-        if not event.loaded or event.version is None:
-            return
-        line = self._line(event.server_id)
-        line.append(frozenset((event.version, *line[-1])) if event.identity else frozenset((event.version,)))
-        if self._started and event.server_id not in self._updated:
-            self._updated[event.server_id] = len(line) - 1
-
-    def on_fault(self, event: Fault, out: Collector) -> None:
-        if event.what == "death":
-            for call_id in [call_id for call_id, call in self._running.items() if call.server == event.server_id]:
-                del self._running[call_id]
-        elif event.what == "revive" and event.server_id is not None:
-            # It may come back with whatever weights it started with: unknown until its next update.
-            self._line(event.server_id).append(frozenset())
-
-    def on_reply(self, event: Reply, out: Collector) -> None:
-        call = self._running.pop(event.call_id, None)
-        if call is None:
-            return
-        line = self._line(call.server)
-        allowed = line[call.epoch :]
-        if all(allowed):
-            first = self._updated.get(call.server, len(line))
-            self.served(event, call, allowed, call.epoch >= first, out)
-
-    def served(self, reply: Reply, call: _Running, allowed: Sequence[frozenset[Version]], after: bool, out: Collector) -> None:
-        """Judge one reply: ``allowed`` are the epochs from admission to reply, ``after`` whether an update came before it."""
-        raise NotImplementedError
-
-    def _line(self, server: str) -> list[frozenset[Version]]:
-        line = self._epochs.get(server)
-        if line is None:
-            line = self._epochs[server] = [frozenset()]
-        return line
-
-
-class _ServedAfterUpdate(_Serving):
-    """The versions of a call's tokens walk forward through the server's epochs, from the one at its admission."""
-
-    def served(self, reply: Reply, call: _Running, allowed: Sequence[frozenset[Version]], after: bool, out: Collector) -> None:
-        if not reply.output.token_ids:
-            return
-        if reply.true_tokens is None:
-            out.absent(_NO_TRUTH)
-            return
-        if after:
-            out.exercised("calls served after an update")
-        at = 0
-        for span in reply.true_tokens:
-            if span.version is None or span.version == _MIXED:
-                continue
-            found = next((i for i in range(at, len(allowed)) if span.version in allowed[i]), None)
-            if found is None:
-                out.finding(
-                    "tokens were sampled by weights that the server no longer had",
-                    expected=f"version {_names(allowed[at:])} on {call.server}",
-                    observed=f"tokens {span.start} to {span.end - 1} of call {reply.call_id} were sampled by version {span.version}",
-                    where={"call": reply.call_id, "server": call.server, "version": span.version, "index": reply.index},
-                    hint="The update was acknowledged before it took effect: a stale CUDA graph, an old adapter name, a worker left out.",
-                )
-                return
-            at = found
-
-
-_served_after_update = trace_check(
-    "weights.served-after-update",
-    promise="A call that a server admits after a weight update is sampled by the new weights.",
-    needs="Weights events, and replies that say which weights sampled (true_tokens)",
-    exercised_by="calls served after an update",
-)(_ServedAfterUpdate)
-
-
-def _keeps_kv(contract: Contract) -> str | None:
-    return "the contract keeps the KV cache of older weights at an update" if contract.kv_policy is KvPolicy.KEEP else None
-
-
-class _NoStaleCache(_Serving):
-    """Rows and tokens come from forwards of one version each, none older than the weights at the call's admission."""
-
-    def served(self, reply: Reply, call: _Running, allowed: Sequence[frozenset[Version]], after: bool, out: Collector) -> None:
-        if reply.true_rows is None and reply.true_tokens is None:
-            if reply.output.token_ids:
-                out.absent(_NO_TRUTH)
-            return
-        if not call.admitted or not (reply.true_rows or reply.true_tokens):
-            return
-        if case_option(self.context, "clear_cache") is False:
-            out.absent("the case asks its syncs not to clear the cache")
-            return
-        if after:
-            out.exercised("calls admitted after an update")
-        if len(allowed) > 1:
-            out.exercised("calls in flight during an update")
-        good = frozenset().union(*allowed)
-        for what, spans in (("rows", reply.true_rows), ("tokens", reply.true_tokens)):
-            stale = _first_stale(spans or (), good, what)
-            if stale is not None:
-                out.finding(
-                    f"{what} of a call were computed from KV of older weights",
-                    expected=f"every one computed by version {_names(allowed)} alone on {call.server}",
-                    observed=f"{what} {stale.start} to {stale.end - 1} of call {reply.call_id}: version {stale.version}"
-                    + (f", {reply.output.cached_tokens} prompt tokens from the prefix cache" if reply.output.cached_tokens else ""),
-                    where={"call": reply.call_id, "server": call.server, "version": stale.version, "index": reply.index},
-                    hint="The prefix cache was not reset at the update (NeMo-RL #4018, SkyRL #2246), or the reset was refused "
-                    "while calls ran (NeMo-RL #3929). If the stack means to keep it, declare kv_policy='keep'.",
-                )
-                return
-
-
-_no_stale_cache = trace_check(
-    "weights.no-stale-cache",
-    promise="After an update no forward reads KV that older weights wrote (kv_policy=recompute).",
-    needs="replies that say which weights computed their rows and tokens (true_rows, true_tokens)",
-    exercised_by=("calls admitted after an update", "calls in flight during an update"),
-    applies=_keeps_kv,
-)(_NoStaleCache)
-
-
-def _first_stale(spans: Iterable[Span], good: frozenset[Version], what: str) -> Span | None:
-    """The first span that mixes versions or, for rows, is of none of the good ones (tokens: ``served-after-update`` judges that)."""
-    for span in spans:
-        if span.version == _MIXED or (what == "rows" and span.version is not None and span.version not in good):
-            return span
-    return None
-
-
-def _names(epochs: Iterable[frozenset[Version]]) -> str:
-    return " then ".join("/".join(str(version) for version in sorted(epoch, key=str)) for epoch in epochs)
-
-
 class _LabelOnly(Fold):
     """An abort of everything at the instant of the label is the label's, unless it opens a pause or a load."""
 
@@ -314,7 +150,7 @@ class _LabelOnly(Fold):
         self._hit: dict[str, list[tuple[Reply, Weights]]] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
-        self._flying[event.call_id] = event.server_id
+        keep(self._flying, event.call_id, event.server_id)
 
     def on_abort(self, event: Abort, out: Collector) -> None:
         if event.wanted == "*":
@@ -375,7 +211,7 @@ _label_only = trace_check(
 
 
 class _Staleness(Fold):
-    """Counts published updates between a sample's oldest trained token and the newest weights that all live servers hold."""
+    """Counts published updates between a sample's oldest trained token and the newest weights that every live server holds."""
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -383,11 +219,13 @@ class _Staleness(Fold):
         self._held: dict[str, int] = {}
 
     def on_weights(self, event: Weights, out: Collector) -> None:
-        if not event.loaded or event.version is None or (event.label is None and event.version not in self._rank):
+        if event.version is None:
             return
-        if event.identity and event.server_id in self._held:
-            self._rank.setdefault(event.version, self._held[event.server_id])
-        self._held[event.server_id] = self._rank.setdefault(event.version, max(self._rank.values(), default=-1) + 1)
+        if event.label is not None and event.version not in self._rank:
+            held = self._held.get(event.server_id) if event.identity else None
+            self._rank[event.version] = len(set(self._rank.values())) if held is None else held
+        # Weights without a label are not published yet: nobody can be held to them.
+        self._held[event.server_id] = self._rank.get(event.version, self._held.get(event.server_id, 0))
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death" and event.server_id is not None:
@@ -399,17 +237,14 @@ class _Staleness(Fold):
         if view is None or event.rollout is None or bound is None or not self._held:
             return
         newest = min(self._held.values())
-        mask = event.rollout.loss_mask
-        tokens = view.stitched.tokens[: len(event.rollout.response_ids)]
-        trained = [token for i, token in enumerate(tokens) if token.attempt >= 0 and (mask is None or i >= len(mask) or mask[i])]
-        ranks = [self._rank[version] for version in (t.true if t.true is not None else t.shown for t in trained) if version in self._rank]
-        if not ranks:
+        oldest = self._oldest(version for attempt in view.attempts for version in _sampled_by(attempt))
+        if oldest is not None and newest - self._rank[oldest] > bound:
+            oldest = self._oldest(_trained(view, event.rollout))
+        if oldest is None:
             return
-        age = newest - min(ranks)
-        if age > 0:
-            out.exercised("samples older than the newest weights")
+        age = newest - self._rank[oldest]
+        out.exercised("samples older than the newest weights", int(age > 0))
         if age > bound:
-            oldest = next(version for version, rank in self._rank.items() if rank == min(ranks))
             out.finding(
                 "a delivered sample is too old",
                 expected=f"at most {bound} updates behind the newest weights",
@@ -417,6 +252,10 @@ class _Staleness(Fold):
                 where={"request": event.request_id, "version": oldest, "index": event.index},
                 hint="The oldest token decides, not the last version or the one at the start (verl #7569, prime-rl #1764).",
             )
+
+    def _oldest(self, versions: Iterable[Version]) -> Version:
+        """The version of lowest rank; ``None`` where none of them was published."""
+        return min((version for version in versions if version in self._rank), key=self._rank.__getitem__, default=None)
 
 
 _staleness = trace_check(
@@ -433,14 +272,14 @@ class _OneVersion(Fold):
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
-        self._off = case_option(context, "partial") is False
+        self._off = partial_is_off(context.header, context.contract)
         self._freezing: set[str] = set()
         self._loaded_frozen: set[tuple[str, Version]] = set()
         self._held: dict[str, Version] = {}
         self._same: dict[Version, Version] = {}
 
     def on_pause(self, event: Pause, out: Collector) -> None:
-        if event.mode in (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE):
+        if event.mode in _FREEZING:
             self._freezing.add(event.server_id)
 
     def on_resume(self, event: Resume, out: Collector) -> None:
@@ -451,7 +290,7 @@ class _OneVersion(Fold):
             return
         if event.identity and event.server_id in self._held:
             self._same.setdefault(event.version, self._held[event.server_id])
-        self._held[event.server_id] = self._same.get(event.version, event.version)
+        self._held[event.server_id] = self._class(event.version)
         if event.server_id in self._freezing:
             self._loaded_frozen.add((event.server_id, event.version))
 
@@ -459,30 +298,38 @@ class _OneVersion(Fold):
         view = self.context.open.get(event.request_id)
         if not self._off or view is None or event.rollout is None:
             return
-        tokens = view.stitched.tokens
-        if not any(token.true is not None for token in tokens):
-            out.absent(_NO_TRUTH)
+        if not any(attempt.consumed is not None and attempt.consumed.true_tokens for attempt in view.attempts):
+            out.absent(NO_TRUTH)
             return
         out.exercised("samples delivered with partial rollout off")
-        before = None
-        for i, token in enumerate(tokens):
-            if token.attempt < 0 or token.true in (None, _MIXED):
-                before = None if token.attempt < 0 else before
-                continue
-            if before is not None and self._class(before.true) != self._class(token.true):
-                server = view.attempts[token.attempt].call.server_id
-                if before.attempt != token.attempt or (server, token.true) not in self._loaded_frozen:
+        mixed = any(_mixes(attempt) for attempt in view.attempts)
+        if mixed or len({self._class(version) for attempt in view.attempts for version in _sampled_by(attempt)}) > 1:
+            self._walk(view, out)
+
+    def _walk(self, view: RequestView, out: Collector) -> None:
+        """Go through the sample from version to version, and stop at the first change that nothing excuses."""
+        before: Stretch | None = None
+        for stretch in view.stitched_as(Provenance.AS_SAMPLED).stretches:
+            if stretch.attempt < 0:
+                before = None
+            if stretch.true is None or (stretch.true == MIXED and (before is None or before.attempt != stretch.attempt)):
+                continue  # a call that is mixed from its first token on was sampled by one version, over KV of others
+            if before is not None and self._class(before.true) != self._class(stretch.true):
+                call = view.attempts[stretch.attempt].call
+                if before.attempt != stretch.attempt or not self._was_frozen(call.server_id, stretch.true):
                     out.finding(
                         "a sample mixes weight versions although partial rollout is off",
                         expected=f"version {before.true} for the whole turn",
-                        observed=f"response token {i} was sampled by version {token.true}",
-                        where=view.where(
-                            position=len(view.request.prompt_ids) + i, version=token.true, call=view.attempts[token.attempt].call.call_id
-                        ),
+                        observed=f"from response token {stretch.start} on it was sampled by version {stretch.true}",
+                        where=view.where(position=len(view.request.prompt_ids) + stretch.start, version=stretch.true, call=call.call_id),
                         hint="A call was still in flight, or was resumed, across the update: drain or drop it first (labs-molt #124).",
                     )
                     return
-            before = token
+            before = stretch
+
+    def _was_frozen(self, server: str, version: Version) -> bool:
+        """Whether a pause froze the calls of ``server`` while ``version`` was loaded (mixed: any version)."""
+        return any(one == server and version in (loaded, MIXED) for one, loaded in self._loaded_frozen)
 
     def _class(self, version: Version) -> Version:
         return self._same.get(version, version)
@@ -491,20 +338,48 @@ class _OneVersion(Fold):
 _one_version = trace_check(
     "weights.one-version-per-sample",
     promise="With partial rollout off, every turn of a delivered sample is sampled by one weight version.",
-    needs="a case with partial=False, and replies that say which weights sampled (true_tokens)",
+    needs="a case with partial=False (or resume='none'), and replies that say which weights sampled (true_tokens)",
     exercised_by="samples delivered with partial rollout off",
     applies=no_partial_flag,
 )(_OneVersion)
 
 
+def _mixes(attempt: Attempt) -> bool:
+    """Whether tokens of the reply that was received were sampled over KV of several versions."""
+    reply = attempt.consumed
+    return reply is not None and any(span.version == MIXED for span in reply.true_tokens or ())
+
+
+def _sampled_by(attempt: Attempt) -> Iterator[Version]:
+    """The versions that sampled tokens of the reply that was received: the true ones, else those shown; mixed ones left out."""
+    reply = attempt.consumed
+    if reply is None or not reply.output.token_ids:
+        return
+    if reply.true_tokens is None and not reply.output.spans:
+        yield reply.output.version
+        return
+    for span in reply.true_tokens if reply.true_tokens is not None else reply.output.spans:
+        if span.end > span.start and span.version is not None and span.version != MIXED:
+            yield span.version
+
+
+def _trained(view: RequestView, rollout: Rollout) -> Iterator[Version]:
+    """The versions of the tokens that are in the sample and that its loss mask does not leave out."""
+    mask, size = rollout.loss_mask, len(rollout.response_ids)
+    for stretch in view.stitched_as(Provenance.AS_SAMPLED).stretches:
+        if stretch.attempt < 0 or stretch.start >= size:
+            continue
+        if mask is None or stretch.end > len(mask) or mask[stretch.start : stretch.end].any():
+            yield stretch.true if stretch.true is not None else stretch.shown
+
+
 CHECKS: tuple[Check, ...] = (
     _no_admission,
     _no_token,
-    _served_after_update,
-    _no_stale_cache,
     _label_only,
     _staleness,
     _one_version,
+    *serving.CHECKS,
     *updates.CHECKS,
 )
 """The family ``weights``, in the order of a report."""
