@@ -23,7 +23,7 @@ from rollproof.errors import SubjectError
 __all__ = ["Stalled", "VirtualLoop", "describe_wait", "guarded", "run"]
 
 _T = TypeVar("_T")
-_SPIN_LIMIT = 200_000
+_SPIN_LIMIT = 20_000
 
 
 class Stalled(RuntimeError):

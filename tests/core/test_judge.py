@@ -142,13 +142,13 @@ def test_unknown_ids_are_answered_with_near_ones() -> None:
     """A misspelt id lists what was probably meant, and the families."""
     registry = Registry([_check(lambda view, out: None, id="routes.rows")])
 
-    with pytest.raises(UsageError, match=r"No check or family is named 'routes.row'. Did you mean routes.rows"):
+    with pytest.raises(UsageError, match=r"No check or family is named 'routes\.row'\. Did you mean routes\.rows"):
         registry.select(["routes.row"])
 
 
 def test_two_checks_may_not_share_an_id() -> None:
     """Ids are what users write into files: they are unique."""
-    with pytest.raises(UsageError, match="Two checks have the id 'test.one'"):
+    with pytest.raises(UsageError, match=r"Two checks have the id 'test.one'"):
         Registry([_check(lambda view, out: None), _check(lambda view, out: None)])
 
 

@@ -1,0 +1,247 @@
+"""Runner: what a subject does becomes a trace; what it cannot be run with becomes a clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.case import Action, ActionKind, Case, Trigger
+from rollproof.errors import SubjectError
+from rollproof.fakes.managers import REFERENCES, AsSampled
+from rollproof.lending import lend
+from rollproof.records import Request, Rollout
+from rollproof.runner import run_case
+from rollproof.store import dump_trace
+from rollproof.trace import Result, Trace
+
+CASE = Case(
+    flavour="vllm",
+    requests=(Request(request_id="r0", prompt_ids=(11, 12), max_tokens=4, sampling={"top_p": 1.0}),),
+    actions=(Action(when=Trigger(request="r0", tokens=2), do=ActionKind.SYNC),),
+    deadline=500.0,
+)
+
+
+def _bytes(trace: Trace, path: Path) -> bytes:
+    dump_trace(trace, path)
+    return path.read_bytes()
+
+
+def _result(trace: Trace) -> Result:
+    return next(event for event in trace.events if isinstance(event, Result))
+
+
+@pytest.mark.parametrize("name", list(REFERENCES))
+def test_one_case_gives_one_trace_byte_for_byte(name: str, tmp_path: Path) -> None:
+    """The same case run twice gives identical traces, in every byte of their JSON form."""
+    busy = replace(
+        CASE,
+        requests=(*CASE.requests, Request(request_id="r1", prompt_ids=(13,), max_tokens=6)),
+        servers=2,
+        actions=(*CASE.actions, Action(when=Trigger(request="r1", tokens=3), do=ActionKind.ABORT)),
+    )
+
+    assert _bytes(run_case(REFERENCES[name], busy), tmp_path / "a") == _bytes(run_case(REFERENCES[name], busy), tmp_path / "b")
+
+
+def test_another_seed_gives_another_trace(tmp_path: Path) -> None:
+    """The property above is not vacuous: values depend on the seed."""
+    assert _bytes(run_case(AsSampled, CASE), tmp_path / "a") != _bytes(run_case(AsSampled, replace(CASE, seed=1)), tmp_path / "b")
+
+
+def test_what_a_rollout_raises_is_an_outcome() -> None:
+    """An exception of the stack becomes the request's result, with its class and text."""
+
+    class Raises(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            raise KeyError("weight_version")
+
+    assert "KeyError: 'weight_version'" == _result(run_case(Raises, CASE)).error
+
+
+def test_a_deadlocked_rollout_is_a_hang_that_says_what_it_awaits() -> None:
+    """A rollout that waits for ever ends the run at once, and names the function that waits."""
+
+    class Waits(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            await asyncio.get_running_loop().create_future()
+            return None
+
+    result = _result(run_case(Waits, CASE))
+
+    assert result.hung
+    assert result.error is not None
+    assert "it awaits" in result.error
+    assert "rollout (test_runner.py:" in result.error
+
+
+def test_a_polling_rollout_is_bounded_by_the_virtual_deadline() -> None:
+    """A rollout that polls for ever is cut at the case's deadline, in no real time."""
+
+    class Polls(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            while True:  # noqa: ASYNC110 - polling for ever is what is tested
+                await asyncio.sleep(1)
+
+    result = _result(run_case(Polls, CASE))
+
+    assert result.hung
+    assert "the virtual deadline of 500 s passed; it awaits _one (runner.py" in str(result.error)
+
+
+def test_a_busy_rollout_is_a_hang() -> None:
+    """A rollout that spins without letting time pass is cut off, too."""
+
+    class Spins(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            while True:  # noqa: ASYNC110 - spinning is what is tested
+                await asyncio.sleep(0)
+
+    assert "busy loop" in str(_result(run_case(Spins, CASE)).error)
+
+
+def test_changes_to_the_callers_objects_are_recorded() -> None:
+    """What a stack writes into the objects that it was handed is in the result."""
+
+    class Writes(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            params = lend("sampling_params", {"max_tokens": 4})
+            params["max_tokens"] = 1
+            request.sampling["n"] = 2  # type: ignore[index]
+            return await super().rollout(request)
+
+    changed = _result(run_case(Writes, CASE)).caller_changed
+
+    assert "request: 'sampling' went from {'top_p': 1.0} to {'top_p': 1.0, 'n': 2}" == changed[0]
+    assert "sampling_params: 'max_tokens' went from 4 to 1" == changed[1]
+
+
+def test_arrays_that_change_after_they_were_handed_over_are_recorded() -> None:
+    """A sample that aliases a buffer which is reused is seen at the end of the run."""
+    shared = np.zeros((5, 3, 2), np.uint8)
+
+    class Aliases(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            shared[:] = 0
+            return await super().rollout(request)
+
+        def to_record(self, native: Rollout) -> Rollout:
+            return replace(native, routes=shared.copy())
+
+        def stop(self) -> None:
+            shared[:] = 7
+
+    assert ("routes",) == _result(run_case(Aliases, CASE)).later_changed
+
+
+def test_a_sync_subject_is_accepted() -> None:
+    """Every method may be sync; a rollout that returns nothing is a dropped sample."""
+
+    class Drops(AsSampled):
+        def rollout(self, request: Request) -> Any:
+            return None
+
+    result = _result(run_case(Drops, CASE))
+
+    assert (None, None, False) == (result.rollout, result.error, result.hung)
+
+
+def _returns(native: Any) -> type[AsSampled]:
+    class Returns(AsSampled):
+        def to_record(self, _native: Rollout) -> Any:
+            return native(_native) if callable(native) else native
+
+    return Returns
+
+
+@pytest.mark.parametrize(
+    ("native", "message"),
+    [
+        (7, "to_record must return a Rollout, not int"),
+        (lambda r: replace(r, routes=np.zeros((2, 3))), r"routes must be an array of rank 3, not ndarray \(2, 3\) float64"),
+        (lambda r: replace(r, logprobs=[0.0]), "logprobs must be an array of rank 1, not list"),
+        (lambda r: replace(r, response_ids=[1]), "response_ids must be a tuple of ints"),
+        (lambda r: {}[r], "to_record raised KeyError"),
+    ],
+)
+def test_unusable_records_are_refused(native: Any, message: str) -> None:
+    """A ``to_record`` that returns a wrong type or rank is told so, with what it must return."""
+    with pytest.raises(SubjectError, match=message):
+        run_case(_returns(native), CASE)
+
+
+def test_a_subject_without_its_methods_is_refused() -> None:
+    """What is missing is named, and so is what a subject has."""
+
+    class Empty:
+        def start(self, fleet: Any) -> None: ...
+
+    with pytest.raises(SubjectError, match=r"without \['rollout', 'update_weights', 'to_record', 'stop'\]"):
+        run_case(Empty, CASE)
+
+
+def test_a_subject_without_a_contract_is_refused() -> None:
+    """A contract is asked for, never guessed."""
+
+    class NoContract(AsSampled):
+        def start(self, fleet: Any) -> None:
+            self.fleet = fleet
+
+    with pytest.raises(SubjectError, match="must have a `contract` of type Contract after start, not None"):
+        run_case(NoContract, CASE)
+
+
+def test_a_factory_that_raises_is_told_in_our_words() -> None:
+    """A constructor that fails is a clear error that names the factory."""
+
+    def broken() -> Any:
+        raise ValueError("no model path")
+
+    with pytest.raises(SubjectError, match="broken could not be made: ValueError: no model path"):
+        run_case(broken, CASE)
+
+
+def _rollout_that(act: Any) -> type[AsSampled]:
+    class Acts(AsSampled):
+        def rollout(self, request: Request) -> Any:
+            act()
+
+    return Acts
+
+
+async def _nothing() -> None:
+    return
+
+
+def _connect() -> None:
+    with socket.socket() as made:
+        made.connect(("127.0.0.1", 1))
+
+
+def _own_loop() -> None:
+    work = _nothing()
+    try:
+        asyncio.run(work)
+    finally:
+        work.close()
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda: threading.Thread(target=print).start(), "uses a thread"),
+        (_connect, "opened a socket"),
+        (_own_loop, "brings an event loop of its own.*Make `rollout` async"),
+    ],
+)
+def test_what_cannot_run_on_a_virtual_clock_is_refused_with_advice(act: Any, message: str) -> None:
+    """Threads, sockets and loops of a subject's own are detected, and the way out is named."""
+    with pytest.raises(SubjectError, match=message):
+        run_case(_rollout_that(act), CASE)
