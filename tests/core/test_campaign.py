@@ -1,0 +1,166 @@
+"""Campaigns: schedules run, verdicts added up, counterexamples shrunk and written, the canary planted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.campaign import cases_for, merge_reports, run_conformance
+from rollproof.canary import plants, try_canary
+from rollproof.case import Action, ActionKind, Case, Trigger
+from rollproof.checks import Registry, Verdict, default_registry, request_check
+from rollproof.errors import UsageError
+from rollproof.fakes.managers import AsSampled, EngineKeep, Sample
+from rollproof.fakes.resuming import Options
+from rollproof.judge import judge
+from rollproof.records import EngineOutput, Request
+from rollproof.runner import run_case
+from rollproof.store import load_trace
+
+REQUEST = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=5)
+
+
+def _case(*tokens: int, kind: ActionKind = ActionKind.ABORT, **fields: Any) -> Case:
+    actions = tuple(Action(when=Trigger(request="r0", tokens=count), do=kind) for count in tokens)
+    return Case(flavour="sglang", requests=(REQUEST,), actions=actions, **fields)
+
+
+class Concatenates(AsSampled):
+    """Appends the whole array of every resumed call, as verl 0.7.1 did."""
+
+    def routes_start(self, sample: Sample) -> int:
+        return 0
+
+    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+        if output.routes is not None:
+            sample.rows = output.routes if sample.rows is None else np.concatenate([sample.rows, output.routes])
+
+
+def test_a_correct_subject_passes_and_its_canary_is_red() -> None:
+    """A reference manager passes every check that was exercised, and the planted fault is seen."""
+    report = run_conformance(AsSampled, cases=[_case(), _case(2), _case(0, 3, kind=ActionKind.SYNC)])
+
+    assert (0, 3) == (report.summary["fail"], report.cases)
+    assert report.canary is not None
+    assert (True, "routes.rows") == (report.canary.red, report.canary.expected_by)
+    assert 1 <= report.exercised["resumes across a weight version"]
+
+
+def test_a_fault_is_found_shrunk_and_written(tmp_path: Path) -> None:
+    """The counterexample is small, on disk, and fails the same check when it is read back and judged."""
+    crowd = replace(_case(1, 3), requests=(REQUEST, Request(request_id="r1", prompt_ids=(13,), max_tokens=9)), servers=2)
+    report = run_conformance(Concatenates, cases=[_case(), crowd], witness_dir=tmp_path)
+    failed = {result.id: result for result in report.failed}
+
+    assert "routes.rows" in failed
+    witness = load_trace(tmp_path / "routes.rows.json")
+    case = Case.from_dict(dict(witness.header.case or {}))
+    assert (1, 1, 1) == (len(case.requests), len(case.actions), case.servers)
+    assert "routes.rows" in judge(witness).failed
+    assert {str(tmp_path / "routes.rows.json")} == {finding.witness for finding in failed["routes.rows"].findings}
+
+
+def test_an_expected_failure_is_counted_apart() -> None:
+    """A failure that was declared does not fail the run, and is not shrunk."""
+    report = run_conformance(Concatenates, cases=[_case(2)], only=["routes.rows"], expected={"routes.rows": "verl#6029"}, canary=False)
+
+    assert (1, 0) == (report.summary["expected_fail"], report.summary["fail"])
+    assert "verl#6029" == report.to_dict()["checks"][0]["reason"]
+
+
+def test_only_selects_and_own_checks_are_added() -> None:
+    """``only`` takes ids and families, and a user's own check runs beside the shipped ones."""
+    mine = request_check("mine.named", promise="p", needs="n", exercised_by="samples")(lambda view, out: out.exercised("samples"))
+    report = run_conformance(AsSampled, cases=[_case()], only=["mine", "routes.rows"], checks=[mine])
+
+    assert [("mine.named", Verdict.PASS), ("routes.rows", Verdict.PASS)] == [(result.id, result.verdict) for result in report.results]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"profile": "nosuch"}, r"No profile is named 'nosuch'; choose one of \['pr', 'nightly', 'soak'\]"),
+        ({"only": ["routes.row"]}, "Did you mean routes.rows"),
+        ({"flavours": ["llama.cpp"]}, r"No engine flavour is named \['llama.cpp'\]; choose among"),
+        ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
+    ],
+)
+def test_arguments_that_do_not_exist_are_answered_with_those_that_do(arguments: dict[str, Any], message: str) -> None:
+    """Unknown names are refused with the valid ones."""
+    with pytest.raises(UsageError, match=message):
+        run_conformance(AsSampled, **arguments)
+
+
+def test_a_contract_of_ones_own_fixes_the_model_and_the_flavours() -> None:
+    """A subject that declares its model's size is run on that size, on the flavours whose conventions fit."""
+
+    class Fixed(AsSampled):
+        def start(self, fleet: Any) -> None:
+            super().start(fleet)
+            self.contract = replace(self.contract, num_layers=4, moe_layers=(1, 2, 3), num_experts=16, top_k=4, dtype="int32")
+
+    seen = set()
+
+    def watch(view: Any, out: Any) -> None:
+        case = view.header.case
+        seen.add((case["flavour"], case["model"]["num_experts"]))
+        out.exercised("samples")
+
+    mine = request_check("mine.watch", promise="p", needs="n", exercised_by="samples")(watch)
+    run_conformance(Fixed, only=["mine"], checks=[mine], canary=False)
+
+    assert {16} == {experts for _, experts in seen}
+    assert "sglang" in {flavour for flavour, _ in seen}
+    assert "vllm" not in {flavour for flavour, _ in seen}
+
+
+def test_merging_keeps_failures_and_adds_what_was_exercised() -> None:
+    """In a merged report a check fails if it failed anywhere, and a subject without the check does not hide a pass."""
+    good = run_conformance(AsSampled, cases=[_case(2)], only=["routes.rows", "stitch.tokens"])
+    bad = run_conformance(Concatenates, cases=[_case(2)], only=["routes.rows", "stitch.tokens"])
+    merged = merge_reports("both", [good, bad])
+
+    assert {"routes.rows": Verdict.FAIL, "stitch.tokens": Verdict.PASS} == {result.id: result.verdict for result in merged.results}
+    assert 2 == merged.cases
+    assert good.exercised["resumes"] + bad.exercised["resumes"] == merged.exercised["resumes"]
+
+
+@pytest.mark.parametrize("plant", plants(), ids=lambda plant: plant.check_id)
+def test_every_canary_is_red_on_its_own(plant: Any) -> None:
+    """Each fault that can be planted is seen by its check alone, whichever checks a user selects."""
+    trace = run_case(AsSampled, _case(2))
+    canary = try_canary([trace], Registry([default_registry()[plant.check_id]]))
+
+    assert (True, plant.what) == (canary.red, canary.planted)
+
+
+def test_a_canary_that_nobody_sees_is_told() -> None:
+    """A check that went blind makes the run untrustworthy, and the report says so."""
+    blind = request_check("routes.rows", promise="p", needs="n", exercised_by="samples")(lambda view, out: None)
+    canary = try_canary([run_case(AsSampled, _case(2))], Registry([blind]))
+
+    assert not canary.red
+    assert "cannot be trusted" in canary.reason
+
+
+def test_engine_side_resume_is_run_without_aborts_that_nobody_survives() -> None:
+    """An engine-side subject passes on the pause modes that its contract allows."""
+    cases = list(cases_for(EngineKeep, profile="pr", seed=0, flavours=["vllm"]))[::15]
+    report = run_conformance(EngineKeep, cases=cases, canary=False)
+
+    assert [] == [(result.id, result.findings[0].title) for result in report.failed]
+
+
+def test_an_option_of_a_manager_is_part_of_its_contract() -> None:
+    """References declare what they do: an untagged one has no version checks to pass."""
+
+    def untagged() -> AsSampled:
+        return AsSampled(Options(versions="none"))  # type: ignore[arg-type]
+
+    report = run_conformance(untagged, cases=[_case(2)], only=["versions.min-max"])
+
+    assert Verdict.NOT_APPLICABLE is report.results[0].verdict
