@@ -227,8 +227,7 @@ class _Bfloat16(AsSampled):
 
 
 class _SilentOnAbort(FakeEngine):
-    async def generate(self, **given: Any) -> EngineOutput:  # type: ignore[override]
-        return await super().generate(**{**given, "want_logprobs": given["want_logprobs"]})
+    """Returns no logprobs with the first call of a rollout."""
 
     async def _answer(self, call: EngineCall) -> EngineOutput:
         call.want_logprobs = call.prompt_len > 3

@@ -1,0 +1,366 @@
+"""Known bugs of the lifecycle: requests that hang, vanish, double or outlive themselves, and aborts that go astray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from rollproof.case import ActionKind
+from rollproof.fakes.calls import EngineCall
+from rollproof.fakes.engine import FakeEngine
+from rollproof.fakes.fleet import Fleet
+from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, LAST, SYNCED, act, case, on_engine, request
+from rollproof.fakes.managers import AsSampled, Options, Sample
+from rollproof.known_bug import KnownBug
+from rollproof.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.runner import run_case
+from rollproof.trace import PauseMode, Reply, Result, Trace
+
+__all__ = ["BUGS"]
+
+
+class _LeaksSlot(AsSampled):
+    """A slot is given back where a rollout ends at once, and forgotten where it was aborted first."""
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        slots: asyncio.Semaphore = self.__dict__.setdefault("_slots", asyncio.Semaphore(1))
+        await slots.acquire()
+        rollout = await super().rollout(request)
+        if rollout is not None and rollout.extra["attempts"] == 1:
+            slots.release()
+        return rollout
+
+
+class _LeaksCount(AsSampled):
+    """The balancer is not told when a call was aborted."""
+
+    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        output = await super().call(server_id, sample, sent, budget)
+        self._aborted = output.finish_reason is FinishReason.ABORT
+        return output
+
+    def release(self, server_id: str) -> None:
+        if not self._aborted:
+            super().release(server_id)
+
+
+class _ForgetsOnDeath(AsSampled):
+    """A dead server makes the sample start again, though earlier calls had delivered tokens."""
+
+    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        try:
+            return await self.call("s0", sample, sent, budget)
+        except ConnectionError:
+            for values in (sample.response, sample.logprobs, sample.mask, sample.labels, sample.calls):
+                values.clear()
+            sample.rows = None
+        await self.wait()
+        return await super().attempt(sample, sample.ids, self.next_budget(sample))
+
+
+class _VanishesOnDeath(AsSampled):
+    """The task of a request ends with its server, and nobody tells the caller."""
+
+    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        return await self.call("s0", sample, sent, budget)
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        try:
+            return await super().rollout(request)
+        except ConnectionError:
+            return None
+
+
+class _NeverResumes(AsSampled):
+    """The client without a resume loop, where partial rollout is on."""
+
+    def resumes(self, sample: Sample) -> bool:
+        return False
+
+
+class _Surfaces(_NeverResumes):
+    """As above, and what was aborted is handed over."""
+
+    async def run(self, sample: Sample) -> bool:
+        await super().run(sample)
+        return True
+
+
+class _AlwaysResumes(AsSampled):
+    """Does not look at the flag."""
+
+    def resumes(self, sample: Sample) -> bool:
+        return True
+
+
+class _Hedges(AsSampled):
+    """Sends slow calls a second time, and forgets the one that loses."""
+
+    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        if sample.request.request_id == "r0":
+            self._loser = asyncio.ensure_future(self._again(server_id, sample, sent, budget))
+        return await super().call(server_id, sample, sent, budget)
+
+    async def _again(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        await asyncio.sleep(2.5)
+        return await super().call(server_id, sample, sent, budget)
+
+
+class _RetryOutlives(AsSampled):
+    """A timer that retries a call is not cancelled when the request ends."""
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        rollout = await super().rollout(request)
+        if request.request_id == "r0":
+            self._timer = asyncio.ensure_future(self._late(Sample(request=request)))
+        return rollout
+
+    async def _late(self, sample: Sample) -> None:
+        await self.wait()
+        await self.call("s0", sample, sample.ids, 2)
+
+
+class _AsksForNothing(AsSampled):
+    """An abort on the last token is resumed, with the budget that is left: none."""
+
+    def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
+        return output.finish_reason
+
+
+class _BusyLoop(AsSampled):
+    """Retries at once while the server turns calls away."""
+
+    options = Options(back_off=0.002)
+
+
+class _BareIds(FakeEngine):
+    """Calls carry their request's id as it is, and one id may be the beginning of another."""
+
+    async def generate(self, **given: Any) -> EngineOutput:
+        return await super().generate(**{**given, "request_id": given["request_id"].partition("#")[0]})
+
+
+class _AbortsById(AsSampled):
+    """Aborts one stale request before it updates the weights."""
+
+    def start(self, fleet: Fleet) -> None:
+        for server in fleet.servers.values():
+            server.__class__ = _BareIds
+        super().start(fleet)
+
+    async def update_weights(self, version: int | None) -> None:
+        await self.fleet.servers["s0"].abort("r1")
+
+
+class _RetractsThenAborts(AsSampled):
+    """Sends everything back to the queue before it aborts it."""
+
+    async def update_weights(self, version: int | None) -> None:
+        for server in self.fleet.servers.values():
+            await server.pause(PauseMode.RETRACT)
+            await server.abort()
+            await server.load(self.fleet.weights_of(version), version)
+            await server.resume()
+
+
+class _LosesQueued(FakeEngine):
+    """An abort in the queue answers with nothing, also for calls that had tokens before they were sent back."""
+
+    async def _end_all(self, calls: Iterable[EngineCall]) -> None:
+        calls = list(calls)
+        for call in calls:
+            if not call.running:
+                del call.ids[call.prompt_len :]
+                for marks in (call.keys, call.labels, call.kept):
+                    marks.clear()
+        await super()._end_all(calls)
+
+
+class _DropsAborted(FakeEngine):
+    """Aborted calls leave the batch, and nobody answers them."""
+
+    async def _end_all(self, calls: Iterable[EngineCall]) -> None:
+        for call in list(calls):
+            self._batch.drop(call)
+
+
+class _TakesDuplicates(AsSampled):
+    """Whatever arrives is appended, also when it arrives again."""
+
+    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+        super().absorb(sample, sent, output)
+        last = self.fleet.recorder.events[-1]
+        if isinstance(last, Reply) and last.duplicate:
+            self.merge_tokens(sample, output)
+            self.merge_logprobs(sample, output)
+            self.merge_versions(sample, output)
+
+
+class _KeepsOrphan(AsSampled):
+    """A call that took too long is made again, and both answers are kept."""
+
+    async def attempt(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        first = asyncio.ensure_future(super().attempt(sample, sent, budget))
+        done, _ = await asyncio.wait([first], timeout=8.0)
+        if done:
+            return first.result()
+        second = await super().attempt(sample, sent, budget)
+        self.absorb(sample, len(sent), await first)
+        return second
+
+
+def _handed_over_twice() -> Trace:
+    """The completion of a call that was given up is handed over as a sample of its own."""
+    trace = run_case(AsSampled, CLEAN, name="handed-over-twice")
+    results = [event for event in trace if isinstance(event, Result)]
+    return trace.with_events([*trace, *(replace(event, time=event.time + 1.0) for event in results)])
+
+
+_LONG = (request(), request("r1", (31, 32, 33), max_tokens=16))
+_ALIKE = (request("r1", (31, 32, 33)), request("r10", (41, 42, 43)))
+_ABORT, _KILL = act(ActionKind.ABORT, 2), act(ActionKind.KILL, 4)
+
+BUGS: tuple[KnownBug, ...] = (
+    KnownBug(
+        id="slot-leaks-on-abort",
+        summary="A slot is not given back after an abort, and the next request waits for it for ever.",
+        refs=("prime-rl#3050",),
+        make=_LeaksSlot,
+        cases=(case(_ABORT, requests=_LONG),),
+        kills=("lifecycle.no-hang",),
+    ),
+    KnownBug(
+        id="counter-leaks-on-abort",
+        summary="The balancer goes on counting calls that were aborted.",
+        refs=("AReaL#1345", "AReaL#1388"),
+        make=_LeaksCount,
+        cases=(ABORTED,),
+        kills=("lifecycle.counters-return",),
+    ),
+    KnownBug(
+        id="progress-lost-on-death",
+        summary="When a server dies, what earlier calls had delivered is thrown away with it.",
+        refs=("SkyRL#656", "xtuner#1917"),
+        make=_ForgetsOnDeath,
+        cases=(case(_ABORT, _KILL, servers=2),),
+        kills=("lifecycle.survives-death",),
+    ),
+    KnownBug(
+        id="vanishes-on-death",
+        summary="A request whose server dies ends without a sample and without an error.",
+        refs=("verl#7611",),
+        make=_VanishesOnDeath,
+        cases=(case(_KILL),),
+        kills=("lifecycle.survives-death", "lifecycle.drops-only-as-declared"),
+    ),
+    KnownBug(
+        id="sync-drops-requests",
+        summary="A weight update cancels what is in flight, and the samples are lost.",
+        refs=("verl#7611", "verl#5698"),
+        make=_NeverResumes,
+        cases=(SYNCED,),
+        kills=("lifecycle.drops-only-as-declared",),
+    ),
+    KnownBug(
+        id="client-without-resume",
+        summary="The asynchronous trainer uses a client that does not resume, and gets aborted samples.",
+        refs=("verl#6716",),
+        make=_Surfaces,
+        cases=(SYNCED,),
+        kills=("lifecycle.aborts-do-not-surface",),
+    ),
+    KnownBug(
+        id="partial-flag-ignored",
+        summary="Partial rollout is off, and aborted samples are resumed all the same.",
+        refs=("verl#6882", "slime#2092"),
+        make=_AlwaysResumes,
+        cases=(case(act(ActionKind.ABORT, 3), partial=False),),
+        kills=("lifecycle.partial-off-honoured",),
+    ),
+    KnownBug(
+        id="hedge-left-running",
+        summary="A call that was sent twice goes on running after its twin has answered.",
+        refs=("AReaL#1498", "sglang#5963"),
+        make=_Hedges,
+        cases=(case(requests=_LONG),),
+        kills=("lifecycle.no-orphan-calls",),
+    ),
+    KnownBug(
+        id="retry-outlives-request",
+        summary="A retry is sent for a request that has ended.",
+        refs=("AReaL#1498",),
+        make=_RetryOutlives,
+        cases=(case(requests=_LONG),),
+        kills=("lifecycle.no-call-after-end",),
+    ),
+    KnownBug(
+        id="resumes-with-nothing-left",
+        summary="An abort on the last token is resumed with a budget of zero, which engines refuse.",
+        refs=("slime#2260",),
+        make=_AsksForNothing,
+        cases=(LAST,),
+        kills=("lifecycle.no-empty-grant",),
+        also=("lifecycle.no-error-without-fault",),
+    ),
+    KnownBug(
+        id="busy-loop-while-paused",
+        summary="A server that turns calls away while it is paused is asked again without a wait.",
+        refs=("verl checkpoint_engine/base.py", "verl llm_server.py"),
+        make=_BusyLoop,
+        cases=(case(act(ActionKind.SYNC, 3), flavour="vllm-gated"),),
+        kills=("lifecycle.bounded-attempts",),
+    ),
+    KnownBug(
+        id="abort-by-prefix",
+        summary="An abort of r1 also ends r10: ids are matched by their beginning.",
+        refs=("sglang#25561", "sglang#30912"),
+        make=_AbortsById,
+        cases=(case(act(ActionKind.SYNC, 3, "r1"), requests=_ALIKE, flavour="sglang"),),
+        kills=("lifecycle.abort-hits-target",),
+    ),
+    KnownBug(
+        id="queued-abort-loses-tokens",
+        summary="A call that was sent back to the queue and aborted there returns nothing of what it had sampled.",
+        refs=("sglang#11673", "vllm#22197"),
+        make=on_engine(_LosesQueued, _RetractsThenAborts),
+        cases=(SYNCED,),
+        kills=("lifecycle.abort-keeps-tokens",),
+    ),
+    KnownBug(
+        id="abort-never-answered",
+        summary="The engine drops an aborted call without an answer, and its caller waits.",
+        refs=("tpu-inference#3362", "vllm#22197"),
+        make=on_engine(_DropsAborted),
+        cases=(ABORTED,),
+        kills=("lifecycle.abort-ends-call",),
+        also=("lifecycle.no-hang",),
+    ),
+    KnownBug(
+        id="duplicate-used-twice",
+        summary="A reply that is delivered twice is appended twice.",
+        refs=("AReaL#1498",),
+        make=_TakesDuplicates,
+        cases=(case(act(ActionKind.DUPLICATE_REPLY, 2), act(ActionKind.ABORT, 3)),),
+        kills=("lifecycle.duplicate-consumed-once",),
+        also=("stitch.tokens", "lifecycle.aborts-do-not-surface"),
+    ),
+    KnownBug(
+        id="orphan-kept",
+        summary="A call that timed out is made again, and both answers stand in the sample.",
+        refs=("AReaL#1498",),
+        make=_KeepsOrphan,
+        cases=(case(act(ActionKind.LATE_REPLY, 3)),),
+        kills=("lifecycle.one-reply-per-retry",),
+        also=("stitch.tokens",),
+    ),
+    KnownBug(
+        id="handed-over-twice",
+        summary="One request ends twice, with a sample each time.",
+        refs=("AReaL#1498",),
+        record=_handed_over_twice,
+        kills=("lifecycle.ends-once",),
+    ),
+)
+"""Known bugs of the lifecycle."""

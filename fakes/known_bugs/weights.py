@@ -1,0 +1,287 @@
+"""Known bugs of weight updates: gates that leak, caches that outlive their weights, updates that cut into each other."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from rollproof.case import ActionKind
+from rollproof.contract import Contract
+from rollproof.fakes.engine import FakeEngine
+from rollproof.fakes.fleet import Fleet
+from rollproof.fakes.known_bugs.planting import SYNCED, act, case, on_engine, request
+from rollproof.fakes.managers import AsSampled, EngineKeep
+from rollproof.known_bug import KnownBug
+from rollproof.records import FinishReason, Version
+from rollproof.trace import Abort, PauseMode
+
+__all__ = ["BUGS"]
+
+
+class _Procedure(AsSampled):
+    """A weight update step by step, without the lock and the ``finally`` of the fleet's own."""
+
+    def replicas(self) -> list[FakeEngine]:
+        """The servers that are updated."""
+        return list(self.fleet.servers.values())
+
+    async def update_weights(self, version: int | None) -> None:
+        await asyncio.gather(*(server.pause(self.fleet.pause_mode, self.fleet.clear_cache) for server in self.replicas()))
+        await asyncio.gather(*(self.load(server, version) for server in self.replicas()))
+        for server in self.resumed():
+            await server.resume()
+
+    async def load(self, server: FakeEngine, version: int | None) -> None:
+        """Bring the weights to one server."""
+        await server.load(self.fleet.weights_of(version), version)
+
+    def resumed(self) -> list[FakeEngine]:
+        """The servers that are resumed."""
+        return self.replicas()
+
+
+class _FirstReplicaOnly(_Procedure):
+    def replicas(self) -> list[FakeEngine]:
+        return super().replicas()[:1]
+
+
+class _FirstResumed(_Procedure):
+    def resumed(self) -> list[FakeEngine]:
+        return self.replicas()[:1]
+
+
+class _SlowFirst(_Procedure):
+    """The older of two transfers takes longer, and lands on top of the newer one."""
+
+    async def load(self, server: FakeEngine, version: int | None) -> None:
+        await asyncio.sleep(3.0 if version == 1 else 0.0)
+        await super().load(server, version)
+
+
+class _UpdatesTwice(AsSampled):
+    async def update_weights(self, version: int | None) -> None:
+        await self.fleet.sync(version)
+        await self.fleet.sync(version)
+
+
+class _AwaitsNobody(AsSampled):
+    async def update_weights(self, version: int | None) -> None:
+        await self.fleet.sync(version)
+        await asyncio.get_running_loop().create_future()
+
+
+class _Unbounded(AsSampled):
+    """Promises a bound on staleness, and counts from the version of the last call."""
+
+    def declared(self, fleet: Fleet) -> Contract:
+        return replace(super().declared(fleet), max_staleness=1)
+
+
+class _NoDrain(AsSampled):
+    """Loads without a pause: whoever is in flight goes on under the new weights."""
+
+    async def update_weights(self, version: int | None) -> None:
+        for server in self.fleet.servers.values():
+            await server.load(self.fleet.weights_of(version), version)
+
+
+class _Ungated(FakeEngine):
+    """Acknowledges a pause and still admits what comes next."""
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
+        await super().pause(mode, clear_cache)
+        self._pause = None
+
+
+class _WorkersGoOn(FakeEngine):
+    """The pause does not reach the worker that holds the calls."""
+
+    def _has_work(self) -> bool:
+        return self.alive and bool(self.in_flight)
+
+    async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
+        await asyncio.sleep(2 * self.options.step)
+        await super().load(version, label, identity=identity)
+
+
+class _OldAdapter(FakeEngine):
+    """The new weights are registered, and the name that calls use still leads to the old ones."""
+
+    async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
+        old = self.version
+        await super().load(version, label, identity=identity)
+        self._batch.reweigh(old)
+
+
+class _LosesWeights(FakeEngine):
+    """Waking up after the update brings back memory that nobody filled."""
+
+    async def resume(self) -> None:
+        await super().resume()
+        if self.version:
+            self._batch.reweigh(-1)
+
+
+class _ResetRefused(FakeEngine):
+    """The cache reset is skipped while calls run, and reports success."""
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
+        running, self._batch.running = self._batch.running, {}
+        await super().pause(mode, clear_cache)
+        self._batch.running = running
+
+
+class _LabelAborts(FakeEngine):
+    """The end point that publishes a label aborts everything by default."""
+
+    def relabel(self, label: Version) -> None:
+        calls = self.in_flight
+        self._recorder.record(Abort(server_id=self.server_id, wanted="*", call_ids=tuple(call.call_id for call in calls)))
+        super().relabel(label)
+        for call in calls:
+            self._batch.end(call, FinishReason.ABORT)
+
+
+class _ReloadDiffers(FakeEngine):
+    """Loading the same weights again permutes what was permuted before."""
+
+    async def load(self, version: int, label: Version = None, *, identity: bool = False) -> None:
+        await super().load(version, label, identity=identity)
+        if identity:
+            self._batch.reweigh(version + 1000)
+
+
+_PAIR = (request(), request("r1", (31, 32, 33)))
+_SYNC_AT_3 = act(ActionKind.SYNC, 3)
+_TWO_SERVERS = case(_SYNC_AT_3, requests=_PAIR, servers=2)
+_LATE_ARRIVAL = case(_SYNC_AT_3, requests=_PAIR, arrivals=(0.0, 3.5))
+_TWICE = case(act(ActionKind.SYNC_TWICE, 3))
+
+BUGS: tuple[KnownBug, ...] = (
+    KnownBug(
+        id="admits-while-paused",
+        summary="Calls that come through another door are admitted while the server is paused.",
+        refs=("AReaL#1618",),
+        make=on_engine(_Ungated),
+        cases=(_LATE_ARRIVAL,),
+        kills=("weights.no-admission-while-paused",),
+    ),
+    KnownBug(
+        id="samples-while-paused",
+        summary="The pause is acknowledged, and the worker goes on sampling.",
+        refs=("sglang#24445",),
+        make=on_engine(_WorkersGoOn, EngineKeep),
+        cases=(case(_SYNC_AT_3, pause_mode=PauseMode.IN_PLACE, clear_cache=False),),
+        kills=("weights.no-token-while-paused",),
+    ),
+    KnownBug(
+        id="old-adapter-served",
+        summary="The update is acknowledged, and the old weights go on serving.",
+        refs=("AReaL#1021", "NeMo-RL#2895", "vllm#48312"),
+        make=on_engine(_OldAdapter),
+        cases=(SYNCED,),
+        kills=("weights.served-after-update",),
+        also=("versions.engine-tags",),
+    ),
+    KnownBug(
+        id="weights-lost-on-wake",
+        summary="The server sleeps for the update and wakes up with memory that is not the weights.",
+        refs=("TRL#5312", "TRL#5313"),
+        make=on_engine(_LosesWeights),
+        cases=(SYNCED,),
+        kills=("weights.served-after-update",),
+    ),
+    KnownBug(
+        id="cache-reset-refused",
+        summary="The KV cache is said to be reset while calls run on in it: they read KV of older weights.",
+        refs=("NeMo-RL#3929",),
+        make=on_engine(_ResetRefused, EngineKeep),
+        cases=(case(_SYNC_AT_3, pause_mode=PauseMode.KEEP),),
+        kills=("weights.no-stale-cache",),
+    ),
+    KnownBug(
+        id="label-aborts-calls",
+        summary="Publishing a version label aborts every call in flight.",
+        refs=("miles#2372", "miles#2589", "miles#2296"),
+        make=on_engine(_LabelAborts),
+        cases=(case(act(ActionKind.RELABEL, 3)),),
+        kills=("weights.label-only-keeps-calls",),
+    ),
+    KnownBug(
+        id="reload-not-repeatable",
+        summary="Loading equal weights again changes what the engine computes.",
+        refs=("sglang#14178", "SkyRL#1680", "SkyRL#1737"),
+        make=on_engine(_ReloadDiffers),
+        cases=(case(act(ActionKind.SYNC_IDENTITY, 3)),),
+        kills=("weights.identity-update-changes-nothing",),
+        also=("weights.served-after-update",),
+    ),
+    KnownBug(
+        id="staleness-of-last-call",
+        summary="Staleness is judged by the last call's version, so a sample with an old start is delivered.",
+        refs=("verl#7569", "prime-rl#1764", "AReaL#1345"),
+        make=_Unbounded,
+        cases=(case(act(ActionKind.SYNC, 1), act(ActionKind.SYNC, 2), _SYNC_AT_3),),
+        kills=("weights.staleness-bound",),
+    ),
+    KnownBug(
+        id="in-flight-across-refit",
+        summary="With partial rollout off, calls in flight are neither drained nor dropped before the update.",
+        refs=("labs-molt#124",),
+        make=_NoDrain,
+        cases=(case(_SYNC_AT_3, partial=False),),
+        kills=("weights.one-version-per-sample",),
+        also=("weights.no-stale-cache",),
+    ),
+    KnownBug(
+        id="one-replica-updated",
+        summary="The update reaches the first replica only.",
+        refs=("verl#6109", "verl checkpoint_engine/base.py"),
+        make=_FirstReplicaOnly,
+        cases=(_TWO_SERVERS,),
+        kills=("weights.every-replica-updated",),
+    ),
+    KnownBug(
+        id="replica-not-resumed",
+        summary="The resume reaches the first replica only; requests on the other one wait for ever.",
+        refs=("prime-rl#2099", "vllm#39366"),
+        make=_FirstResumed,
+        cases=(_TWO_SERVERS,),
+        kills=("weights.every-pause-resumes",),
+        also=("lifecycle.no-hang",),
+    ),
+    KnownBug(
+        id="no-resume-after-failure",
+        summary="The transfer fails, and nobody resumes the replicas.",
+        refs=("verl checkpoint_engine/base.py",),
+        make=_Procedure,
+        cases=(case(act(ActionKind.SYNC_FAILS, 3)),),
+        kills=("weights.failed-update-resumes",),
+    ),
+    KnownBug(
+        id="updates-interleave",
+        summary="Two updates run at once, and the first one to end resumes the servers under the other.",
+        refs=("prime-rl#2004", "prime-rl#1296"),
+        make=_SlowFirst,
+        cases=(_TWICE,),
+        kills=("weights.updates-do-not-interleave", "weights.newest-update-stays"),
+        also=("weights.no-stale-cache",),
+    ),
+    KnownBug(
+        id="update-runs-twice",
+        summary="An update that was done is run again.",
+        refs=("prime-rl#2004",),
+        make=_UpdatesTwice,
+        cases=(SYNCED,),
+        kills=("weights.one-load-per-version",),
+    ),
+    KnownBug(
+        id="update-never-ends",
+        summary="The update waits for an acknowledgement that nobody sends.",
+        refs=("vllm#39366", "prime-rl#2325", "verl#7846"),
+        make=_AwaitsNobody,
+        cases=(SYNCED,),
+        kills=("weights.updates-end",),
+    ),
+)
+"""Known bugs of weight updates."""
