@@ -155,7 +155,10 @@ def _prefix_cache(view: RequestView, out: Collector) -> None:
             continue
         out.exercised("replies admitted after an update")
         older = {update.version for update in loaded} - {loaded[-1].version}
-        stale = [span for span in reply.true_rows if span.version in older and span.start < reply.output.routes_start + len(routes)]
+        # what old weights computed beyond the cached part is weights.served-after-update's to judge
+        end = reply.output.routes_start + len(routes)
+        end = end if reply.output.cached_tokens is None else min(end, reply.output.cached_tokens)
+        stale = [span for span in reply.true_rows if span.version in older and span.start < end]
         if stale:
             low, high, version = _bounds(stale)
             out.finding(
