@@ -359,7 +359,7 @@ class FakeEngine:
                 await asyncio.sleep(self.options.step)
                 if self._has_work():
                     self._batch.step()
-                    self._tell_drained()
+                self._tell_drained()  # an admission, too, may end the last call: one that was evicted on its last token
         except Exception as error:  # noqa: BLE001 - a fault of the fake must reach the callers, or they would wait for ever
             for call in self._batch.clear():
                 if not call.future.done():
