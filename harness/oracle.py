@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rollproof.records import IntArray, LogprobArray, Version
 
-__all__ = ["Oracle"]
+__all__ = ["Chooser", "Oracle"]
 
 
 class Oracle(Protocol):
@@ -21,3 +21,13 @@ class Oracle(Protocol):
 
     def routes(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
         """Experts chosen by the forward of each token from ``start`` on: ``(len(ids) - start, num_layers, top_k)``."""
+
+
+class Chooser(Oracle, Protocol):
+    """An oracle that also knows the next token, as the coded policy does: then a resumed rollout has an unbroken twin."""
+
+    eos_id: int
+    """The token after which nothing is sampled."""
+
+    def choices(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
+        """The token that ``version`` samples after ``ids[:i]`` for ``i >= start``: ``(len(ids) - start,)``."""

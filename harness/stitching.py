@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -164,7 +165,7 @@ class Stitched:
     @cached_property
     def response_ids(self) -> tuple[int, ...]:
         """The ids of the response."""
-        return tuple([token for run in self.runs for token in run.ids])
+        return tuple(chain.from_iterable(run.ids for run in self.runs))
 
     @cached_property
     def logprob_list(self) -> list[float]:
@@ -188,13 +189,18 @@ class Stitched:
 
 
 def stitch(
-    prompt_ids: tuple[int, ...], attempts: Sequence[Attempt], observations: Sequence[Observation], provenance: Provenance
+    prompt_ids: tuple[int, ...],
+    attempts: Sequence[Attempt],
+    observations: Sequence[Observation],
+    provenance: Provenance,
+    *,
+    unrecorded_turns: bool = True,
 ) -> Stitched:
     """Fold the delivered replies of one request, in order of delivery, into the rollout that they make.
 
     Where calls overlap in time, a reply that arrives after the reply of a later call is the outcome of a call that the
     stack had given up, and counts for nothing. Where the trace holds no ``Observation`` of the request, the tokens that
-    a call adds after a natural end are taken for the environment's.
+    a call adds after a natural end are taken for the environment's, unless ``unrecorded_turns`` says that there are none.
     """
     events: list[tuple[int, int, Any]] = [(item.index, 1, item) for item in observations]
     for attempt in attempts:
@@ -203,7 +209,7 @@ def stitch(
         if reply is not None:
             events.append((reply.index, 2, attempt))
     events.sort(key=_moment)
-    fold = _Fold(prompt_ids, provenance, implicit_turns=not observations)
+    fold = _Fold(prompt_ids, provenance, implicit_turns=unrecorded_turns and not observations)
     for _, kind, item in events:
         if kind == 0:
             fold.call(item.number, item.call)

@@ -141,7 +141,9 @@ class RequestView:
 
     def stitched_as(self, provenance: Provenance) -> Stitched:
         """As ``stitched``, under another provenance: to say which one a stack follows instead of the declared one."""
-        return stitch(self.request.prompt_ids, self.attempts, self.observations, provenance)
+        # a case says which turns there are; elsewhere only the calls tell
+        open_ended = self.header is None or self.header.case is None or bool(self.request.turns)
+        return stitch(self.request.prompt_ids, self.attempts, self.observations, provenance, unrecorded_turns=open_ended)
 
     @cached_property
     def segments(self) -> list[Attempt]:

@@ -9,7 +9,7 @@ unknown version equals nothing. A stack is not blamed for what its engine showed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from rollproof.contract import Versions
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollproof.stitching import Stretch
     from rollproof.view import Attempt, History, RequestView
 
-__all__ = ["Key", "Sampler", "engines_show_versions", "key", "published", "samplers", "zero_token_labels"]
+__all__ = ["Key", "Sampler", "engines_show_versions", "key", "order", "published", "reply_samplers", "samplers", "zero_token_labels"]
 
 Key: TypeAlias = "int | str | None"
 """A label in the form in which labels are compared: ``"7"`` and ``7`` are one label (SGLang's are strings)."""
@@ -61,11 +61,21 @@ class Sampler:
 
 
 def samplers(view: RequestView) -> tuple[Sampler, ...] | None:
-    """The samplers of the delivered response, in order, worked out once; ``None`` where tokens and reference do not line up."""
+    """The samplers of the delivered response, in order; ``None`` where tokens and reference do not line up."""
+    found = delivery(view)
+    if found is None or not found.known or not found.aligned:
+        return None
+    parts = reply_samplers(view)
+    if found.count == len(found.reference.response_ids):
+        return parts
+    return tuple(replace(part, end=min(part.end, found.count)) for part in parts if part.start < found.count)
+
+
+def reply_samplers(view: RequestView) -> tuple[Sampler, ...]:
+    """The samplers of all tokens that were delivered by the engines, whatever became of them; worked out once."""
     if "samplers" not in view.memo:
-        found = delivery(view)
-        view.memo["samplers"] = _samplers(view, found.count) if found is not None and found.known and found.aligned else None
-    out: tuple[Sampler, ...] | None = view.memo["samplers"]
+        view.memo["samplers"] = _samplers(view)
+    out: tuple[Sampler, ...] = view.memo["samplers"]
     return out
 
 
@@ -104,15 +114,15 @@ def _rank(history: History, label: Version) -> int | None:
     return rank
 
 
-def _samplers(view: RequestView, count: int) -> tuple[Sampler, ...]:
+def _samplers(view: RequestView) -> tuple[Sampler, ...]:
     by_attempt: dict[int, list[Stretch]] = {}
     for stretch in view.stitched.stretches:
-        if stretch.attempt >= 0 and stretch.start < count:
+        if stretch.attempt >= 0:
             by_attempt.setdefault(stretch.attempt, []).append(stretch)
-    return tuple(sampler for number, stretches in by_attempt.items() for sampler in _of_call(view, view.attempts[number], stretches, count))
+    return tuple(sampler for number, stretches in by_attempt.items() for sampler in _of_call(view, view.attempts[number], stretches))
 
 
-def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], count: int) -> list[Sampler]:
+def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch]) -> list[Sampler]:
     reply = attempt.consumed
     spans = bool(reply is not None and reply.output.spans)
     truths = [_truth(view, attempt, stretch, spans) for stretch in stretches]
@@ -133,7 +143,7 @@ def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], 
         out.append(
             Sampler(
                 start=stretch.start,
-                end=min(stretch.end, count),
+                end=stretch.end,
                 attempt=stretch.attempt,
                 labels=labels,
                 shown=shown,

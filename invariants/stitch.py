@@ -1,29 +1,21 @@
-"""Stitch checks on calls and tokens: what is sent on resume, and whether the sample is exactly what was sampled."""
+"""Stitch checks on samples: whether a response is exactly what was sampled, and whose objects are touched on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from rollproof.checks import Check, Collector, request_check
-from rollproof.contract import Provenance, ResumeBy
-from rollproof.invariants import stitch_budget, stitch_logprobs, stitch_masks
+from rollproof.invariants import stitch_budget, stitch_calls, stitch_logprobs, stitch_masks
 from rollproof.invariants.delivery import delivery, missing_reason
-from rollproof.invariants.token_faults import describe_token_fault
-from rollproof.invariants.wording import call_name, count, listing, ranges, share, window
-from rollproof.records import FinishReason, Scalar
-from rollproof.stitching import Step, stitch
-from rollproof.view import Attempt, RequestView
+from rollproof.invariants.token_faults import contains, describe_token_fault
+from rollproof.invariants.wording import count, listing, ranges, share, window
+
+if TYPE_CHECKING:
+    from rollproof.oracle import Chooser
+    from rollproof.view import RequestView
 
 __all__ = ["CHECKS"]
-
-_FREE_PARAMETERS = frozenset(
-    {
-        *("max_tokens", "max_new_tokens", "max_completion_tokens", "min_tokens", "min_new_tokens", "seed", "sampling_seed"),
-        *("rid", "request_id", "priority", "cache_salt", "extra_key", "kv_transfer_params", "stream"),
-        *("routed_experts_start_len", "routed_experts_prompt_start"),
-    }
-)
-"""Parameters that may differ from attempt to attempt: budgets shrink, seeds and labels of a call are its own."""
 
 
 @request_check(
@@ -75,117 +67,6 @@ def tokens_kept(view: RequestView, out: Collector) -> None:
 
 
 @request_check(
-    "stitch.resume-prompt",
-    promise="Every call sends the prompt and everything delivered so far; only a lost or failed call excuses starting again.",
-    needs="the engine calls of a request",
-    exercised_by=("first calls", "resuming calls", "restarts", "calls of a later turn"),
-)
-def resume_prompt(view: RequestView, out: Collector) -> None:
-    """Judge how each call continues what the stack knew when it made it."""
-    if not view.attempts:
-        return out.absent("no engine call of the request was recorded")
-    client = view.contract.resume is ResumeBy.CLIENT
-    attempts = view.attempts
-    for step in view.stitched.steps:
-        if step.continues:
-            out.exercised("first calls" if step.attempt == 0 else "calls of a later turn" if step.turn else "resuming calls")
-        elif step.ended:
-            continue  # stitch.no-call-after-end says so
-        elif step.restarts and step.sent >= len(view.request.prompt_ids) and (not client or _excused(view, step)):
-            out.exercised("restarts")
-        else:
-            _wrong_prompt(view, step, attempts[step.attempt], out)
-            return None
-    return None
-
-
-def _excused(view: RequestView, step: Step) -> bool:
-    """Whether a call before this one got no usable answer, so that the stack may have had to start again."""
-    for attempt in view.attempts[: step.attempt]:
-        reply = attempt.consumed
-        if reply is None or reply.index > view.attempts[step.attempt].call.index > 0 or reply.output.finish_reason is FinishReason.ERROR:
-            return True
-    return False
-
-
-def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collector) -> None:
-    base = len(view.request.prompt_ids)
-    known = (view.request.prompt_ids + _known_response(view, step))[: step.known]
-    sent = attempt.call.prompt_ids
-    delivered = step.known - base
-    if step.attempt == 0:
-        title = "The first call does not send the request's prompt"
-        hint = "A prompt that was cut, padded or retokenised on its way is not the one that the trainer will see."
-    elif step.restarts and step.sent >= base:
-        lost = step.known - step.sent
-        title = f"Call {step.attempt} throws away {share(lost, delivered, 'token')} delivered before it"
-        hint = (
-            "An abort returns what was sampled so far; a resume that does not append it to the prompt samples those tokens again, "
-            "under other weights, and pays for them twice."
-        )
-    elif step.agree == step.known:
-        title = f"Call {step.attempt} sends {count(step.sent - step.known, 'token')} more than the prompt and what was delivered"
-        hint = _extra_hint(sent, known, step)
-    else:
-        title = f"Call {step.attempt} resumes from a sequence that differs from what was delivered, from position {step.agree} on"
-        hint = (
-            "Every later token is sampled after a context that the sample does not show; "
-            "ids must be appended as delivered, never retokenised."
-        )
-    out.finding(
-        title,
-        expected=f"prompt ({base}) + delivered response ({delivered}) = {step.known} tokens: {window(known, step.agree)}",
-        observed=f"{count(step.sent, 'token')} sent: {window(sent, step.agree)}; the first {step.agree} agree",
-        where=view.where(call=step.attempt, position=step.agree, server=attempt.call.server_id),
-        hint=hint,
-    )
-
-
-def _extra_hint(sent: Sequence[int], known: Sequence[int], step: Step) -> str:
-    extra = tuple(sent[step.known :])
-    if extra and tuple(known[-len(extra) :]) == extra:
-        return "The last delivered tokens were appended twice, as when a reply is added both inside and outside the resume loop."
-    return "Tokens that nobody sampled now stand in the context of the rest; a tool's or user's tokens may only follow a natural end."
-
-
-def _known_response(view: RequestView, step: Step) -> tuple[int, ...]:
-    """What had been delivered when the call was made, as far as the reference goes."""
-    ids = view.stitched.response_ids
-    want = step.known - len(view.request.prompt_ids)
-    if len(ids) >= want and view.stitched.broken in (None, step.attempt):
-        return ids[:want]
-    earlier = [attempt for attempt in view.attempts if attempt.number < step.attempt]
-    return stitch(view.request.prompt_ids, earlier, view.observations, Provenance.AS_SAMPLED).response_ids
-
-
-@request_check(
-    "stitch.no-call-after-end",
-    promise="After an engine ended a turn naturally, nothing more is asked for that turn.",
-    needs="the engine calls and replies of a request",
-    exercised_by="natural ends",
-)
-def no_call_after_end(view: RequestView, out: Collector) -> None:
-    """Look for a call that was made although the turn had ended with ``stop``."""
-    reference = view.stitched
-    if reference.broken is not None:
-        return out.absent("a call did not continue the sequence (stitch.resume-prompt)")
-    late = [step for step in reference.steps if step.ended]
-    if reference.finish_reason in (FinishReason.STOP, FinishReason.COMPLETED) or late:
-        out.exercised("natural ends")
-    if not late:
-        return None
-    step = late[0]
-    attempt = view.attempts[step.attempt]
-    return out.finding(
-        f"Call {step.attempt} was made after the rollout had ended",
-        expected="no further call once an engine returned a natural end (stop); only tokens of the environment begin a new turn",
-        observed=f"{call_name(attempt)} sends {step.sent} of the {step.known} known tokens and asks for more",
-        where=view.where(call=step.attempt, position=step.known, server=attempt.call.server_id),
-        hint="Tokens behind the end of a sequence are no policy sample; a resume loop must end on every reason but an abort.",
-    )
-
-
-@request_check(
     "stitch.matches-unbroken",
     promise="Where the weights did not change, a resumed rollout is the one that a single call would have sampled.",
     needs="a coded policy (its next token is a pure function of weights and ids) and the true versions of the tokens",
@@ -194,22 +75,24 @@ def no_call_after_end(view: RequestView, out: Collector) -> None:
 def matches_unbroken(view: RequestView, out: Collector) -> None:
     """Compare the response with what the policy samples when nobody interrupts it."""
     found = delivery(view)
-    choices = getattr(view.oracle, "choices", None)
-    if found is None or not found.known or choices is None:
-        return out.absent("needs a delivered sample of the coded policy whose calls were all recorded")
+    if not hasattr(view.oracle, "choices"):
+        return out.absent("no policy whose next token is known")
+    if found is None or not found.known:
+        return out.absent(found.why if found else missing_reason(view))
+    oracle = cast("Chooser", view.oracle)
     reference = found.reference
     stretches = reference.stretches
     if not found.aligned or len(view.segments) < 2 or not stretches or any(stretch.attempt < 0 for stretch in stretches):
         return None
     version = stretches[0].true
-    if version is None or any(stretch.true != version for stretch in stretches):
+    history = view.history
+    if any(stretch.true != version for stretch in stretches) or not (history.labels_of(version) or version in history.unlabelled()):
         return None
-    eos = getattr(view.oracle, "eos_id", None)
-    if any(run.ids and run.ids[-1] == eos for run in reference.runs[:-1]):
+    if any(run.ids and run.ids[-1] == oracle.eos_id for run in reference.runs[:-1]):
         return out.absent("an abort won over an end-of-sequence token, which a client cannot know")
     out.exercised("resumed samples under one version")
     total = view.request.prompt_ids + found.rollout.response_ids[: found.count]
-    want = choices(version, total, len(view.request.prompt_ids)).tolist()
+    want = oracle.choices(version, total, len(view.request.prompt_ids)).tolist()
     got = list(found.rollout.response_ids[: found.count])
     if want == got:
         return None
@@ -225,80 +108,6 @@ def matches_unbroken(view: RequestView, out: Collector) -> None:
 
 
 @request_check(
-    "stitch.sampling-params",
-    promise="Every attempt of a request is made with the same sampling parameters, but for the budget.",
-    needs="the engine calls of a request",
-    exercised_by=("first calls", "resuming calls"),
-)
-def sampling_kept(view: RequestView, out: Collector) -> None:
-    """Compare each call's parameters with the first call's, and those with the request's where it names them too."""
-    if not view.attempts:
-        return out.absent("no engine call of the request was recorded")
-    first = view.attempts[0].call.sampling
-    out.exercised("first calls")
-    changed = {k for k, value in view.request.sampling.items() if k in first and k not in _FREE_PARAMETERS and not _same(first[k], value)}
-    if changed:
-        _changed_parameters(view, view.attempts[0], view.request.sampling, sorted(changed), "the request", out)
-        return None
-    for attempt in view.attempts[1:]:
-        out.exercised("resuming calls")
-        given = attempt.call.sampling
-        if given == first:
-            continue
-        changed = {k for k in {*first, *given} - _FREE_PARAMETERS if k not in first or k not in given or not _same(first[k], given[k])}
-        if changed:
-            _changed_parameters(view, attempt, first, sorted(changed), "call 0", out)
-            return None
-    return None
-
-
-def _changed_parameters(
-    view: RequestView, attempt: Attempt, want: Mapping[str, Scalar], names: Sequence[str], origin: str, out: Collector
-) -> None:
-    given = attempt.call.sampling
-    out.finding(
-        f"Call {attempt.number} changes {count(len(names), 'sampling parameter')}: {listing(names)}",
-        expected=", ".join(f"{name}={_parameter(want, name)}" for name in names) + f", as in {origin}",
-        observed=", ".join(f"{name}={_parameter(given, name)}" for name in names),
-        where=view.where(call=attempt.number, server=attempt.call.server_id),
-        hint="The rest of the response is sampled from another distribution than its start; the parameters must travel with every attempt.",
-    )
-
-
-def _parameter(given: Mapping[str, Scalar], name: str) -> str:
-    return repr(given[name]) if name in given else "(absent)"
-
-
-def _same(a: Scalar, b: Scalar) -> bool:
-    return a == b
-
-
-@request_check(
-    "stitch.media",
-    promise="Every attempt carries the request's images, videos and audio unchanged.",
-    needs="a request with media, and its engine calls",
-    exercised_by="calls with media",
-)
-def media_kept(view: RequestView, out: Collector) -> None:
-    """Compare the media handle of every call with the request's."""
-    want = view.request.media
-    for attempt in view.attempts:
-        got = attempt.call.media
-        if want is None and got is None:
-            continue
-        out.exercised("calls with media")
-        if got != want:
-            out.finding(
-                f"Call {attempt.number} {'drops' if got is None else 'changes'} the request's media",
-                expected=f"media {want!r} on every attempt",
-                observed=f"media {got!r} on {call_name(attempt)}",
-                where=view.where(call=attempt.number, server=attempt.call.server_id),
-                hint="Without its images the engine continues another conversation than the one it began (verl #4842, #5160).",
-            )
-            return
-
-
-@request_check(
     "stitch.caller-objects",
     promise="What the caller hands in is the caller's: a rollout changes none of it.",
     needs="the end of a request, seen by the runner",
@@ -308,9 +117,11 @@ def caller_objects(view: RequestView, out: Collector) -> None:
     """Report what the stack wrote into the caller's objects."""
     if view.result is None:
         return out.absent("the request never ended")
-    out.exercised("ended requests")
     # what an engine's reply held is not the caller's: routes.reply-untouched judges it
     changed = [name for name in view.result.caller_changed if "route" not in name.partition(":")[0]]
+    if not changed and not _was_run(view):
+        return out.absent("the trace was recorded, and nobody watched the caller's objects")
+    out.exercised("ended requests")
     if not changed:
         return None
     return out.finding(
@@ -323,6 +134,62 @@ def caller_objects(view: RequestView, out: Collector) -> None:
     )
 
 
+def _was_run(view: RequestView) -> bool:
+    """Whether rollproof's runner ran the request: it looks at what was lent out and handed over, a recording does not."""
+    return view.header is not None and view.header.case is not None
+
+
+@request_check(
+    "stitch.handed-over",
+    promise="Logprobs and loss mask of a sample do not change after it was handed over.",
+    needs="a delivered sample, looked at again when the run has ended",
+    exercised_by="samples looked at again",
+)
+def handed_over(view: RequestView, out: Collector) -> None:
+    """Report arrays that changed later; those of routes are ``routes.handed-over``'s."""
+    if view.rollout is None or view.result is None:
+        return out.absent(missing_reason(view))
+    changed = [name for name in view.result.later_changed if "route" not in name]
+    if not changed and not _was_run(view):
+        return out.absent("the trace was recorded, and nobody looked at the sample again")
+    out.exercised("samples looked at again")
+    if not changed:
+        return None
+    return out.finding(
+        f"{listing(changed)} of the sample changed after it was handed over",
+        expected="lists of the sample's own",
+        observed=f"other values at the end of the run in {listing(changed)}",
+        where=view.where(),
+        hint="The sample shares its lists with the client, which went on appending or reused them for the next request: copy them.",
+    )
+
+
+@request_check(
+    "stitch.environment-tokens",
+    promise="Between the turns of a multi-turn response stands what the environment said, whole and in order.",
+    needs="a multi-turn request whose turns are declared, its engine calls and a delivered sample",
+    exercised_by="turns of the environment",
+)
+def environment_tokens(view: RequestView, out: Collector) -> None:
+    """Compare the turns that the request declares with what its calls sent; templates around them, and a cut at their end, are allowed."""
+    found = delivery(view)
+    if found is None or not found.known:
+        return out.absent(found.why if found else missing_reason(view))
+    said = [run.ids for run in found.reference.runs if run.attempt < 0 and run.ids]
+    for number, (want, got) in enumerate(zip(view.request.turns, said, strict=False)):
+        out.exercised("turns of the environment")
+        if got != want and not contains(got, want) and want[: len(got)] != got:
+            at = _first_difference(want, got)
+            return out.finding(
+                f"Turn {number} of the environment is not what it said",
+                expected=f"{count(len(want), 'token')}: {window(want, at)}",
+                observed=f"{count(len(got), 'token')}: {window(got, at)}",
+                where=view.where(index=next(run.start for run in found.reference.runs if run.ids is got)),
+                hint="Tool output was retokenised, cut in the middle, or taken from another request; the policy answered something else.",
+            )
+    return None
+
+
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
@@ -330,12 +197,11 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 CHECKS: tuple[Check, ...] = (
     prompt_kept,
     tokens_kept,
-    resume_prompt,
-    no_call_after_end,
+    environment_tokens,
     matches_unbroken,
-    sampling_kept,
-    media_kept,
     caller_objects,
+    handed_over,
+    *stitch_calls.CHECKS,
     *stitch_logprobs.CHECKS,
     *stitch_masks.CHECKS,
     *stitch_budget.CHECKS,

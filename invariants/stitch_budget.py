@@ -67,7 +67,7 @@ def _overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:
     return [
         (step, attempt)
         for step, attempt in pairs
-        if attempt.call.max_tokens is None or not 0 <= attempt.call.max_tokens <= max(0, budget - step.spent)
+        if attempt.call.max_tokens is None or attempt.call.max_tokens > max(0, budget - step.spent)
     ]
 
 

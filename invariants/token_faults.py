@@ -12,7 +12,7 @@ from rollproof.records import Scalar
 if TYPE_CHECKING:
     from rollproof.view import RequestView
 
-__all__ = ["TokenFault", "describe_token_fault"]
+__all__ = ["TokenFault", "contains", "describe_token_fault"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
 
 def _added(view: RequestView, want: tuple[int, ...], at: int, come: tuple[int, ...], segment: str) -> tuple[str, str]:
     size = len(come)
-    again = come in (want[max(0, at - size) : at], want[at : at + size]) or (size > 1 and _within(come, want))
+    again = come in (want[max(0, at - size) : at], want[at : at + size]) or (size > 1 and contains(want, come))
     if again:
         return (
             f"The response repeats {count(size, 'token')} that {'was' if size == 1 else 'were'} sampled once",
@@ -75,11 +75,11 @@ def _added(view: RequestView, want: tuple[int, ...], at: int, come: tuple[int, .
 def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:
     """Whose tokens these are, where another request of the run sampled them."""
     for other in view.neighbours:
-        if _within(tokens, other.stitched.response_ids) and len(tokens) > 1:
+        if contains(other.stitched.response_ids, tokens) and len(tokens) > 1:
             return f"Request {other.request.request_id} sampled these tokens: the replies of two requests were mixed up."
     for attempt in view.attempts:
         for reply in attempt.replies:
-            if not reply.delivered and len(tokens) > 1 and _within(tokens, reply.output.token_ids):
+            if not reply.delivered and len(tokens) > 1 and contains(reply.output.token_ids, tokens):
                 return f"They are in the reply to call {attempt.number} that was lost on its way: the stack cannot have them from there."
     return ""
 
@@ -102,7 +102,8 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return min(len(a), len(b))
 
 
-def _within(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def contains(whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    """Whether the tokens ``part`` stand in ``whole`` in one piece."""
     size = len(part)
     first = part[0] if part else None
     return any(whole[i] == first and whole[i : i + size] == part for i in range(len(whole) - size + 1))

@@ -1,0 +1,218 @@
+"""Stitch checks on calls: what each attempt sends, and when no further one may be made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rollproof.checks import Check, Collector, request_check
+from rollproof.contract import Provenance, ResumeBy
+from rollproof.invariants.wording import call_name, count, listing, share, window
+from rollproof.records import FinishReason, Scalar
+from rollproof.stitching import Step, stitch
+
+if TYPE_CHECKING:
+    from rollproof.view import Attempt, RequestView
+
+__all__ = ["CHECKS"]
+
+_FREE_PARAMETERS = frozenset(
+    {
+        *("max_tokens", "max_new_tokens", "max_completion_tokens", "min_tokens", "min_new_tokens", "seed", "sampling_seed"),
+        *("rid", "request_id", "priority", "cache_salt", "extra_key", "kv_transfer_params", "stream"),
+        *("routed_experts_start_len", "routed_experts_prompt_start"),
+    }
+)
+"""Parameters that may differ from attempt to attempt: budgets shrink, seeds and labels of a call are its own."""
+_COMMON_PARAMETERS = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"}
+)
+"""Parameters that mean the same to every stack and engine, so that a call's can be compared with the request's."""
+
+
+@request_check(
+    "stitch.resume-prompt",
+    promise="Every call sends the prompt and everything delivered so far; only a lost or failed call excuses starting again.",
+    needs="the engine calls of a request",
+    exercised_by=("first calls", "resuming calls", "restarts", "calls of a later turn"),
+)
+def resume_prompt(view: RequestView, out: Collector) -> None:
+    """Judge how each call continues what the stack knew when it made it."""
+    if not view.attempts:
+        return out.absent("no engine call of the request was recorded")
+    client = view.contract.resume is ResumeBy.CLIENT
+    attempts = view.attempts
+    for step in view.stitched.steps:
+        if step.continues:
+            out.exercised("first calls" if step.attempt == 0 else "calls of a later turn" if step.turn else "resuming calls")
+        elif step.ended:
+            continue  # stitch.no-call-after-end says so
+        elif step.restarts and step.sent >= len(view.request.prompt_ids) and (not client or _excused(view, step)):
+            out.exercised("restarts")
+        else:
+            _wrong_prompt(view, step, attempts[step.attempt], out)
+            return None
+    return None
+
+
+def _excused(view: RequestView, step: Step) -> bool:
+    """Whether the call before this one got no usable answer, so that the stack may have had to start again."""
+    if step.attempt == 0:
+        return False
+    reply = view.attempts[step.attempt - 1].consumed
+    late = reply is not None and reply.index > view.attempts[step.attempt].call.index
+    return reply is None or late or reply.output.finish_reason is FinishReason.ERROR
+
+
+def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collector) -> None:
+    base = len(view.request.prompt_ids)
+    known = (view.request.prompt_ids + _known_response(view, step))[: step.known]
+    sent = attempt.call.prompt_ids
+    delivered = step.known - base
+    if step.attempt == 0:
+        title = "The first call does not send the request's prompt"
+        hint = "A prompt that was cut, padded or retokenised on its way is not the one that the trainer will see."
+    elif step.restarts and step.sent >= base:
+        lost = step.known - step.sent
+        title = f"Call {step.attempt} throws away {share(lost, delivered, 'token')} delivered before it"
+        hint = (
+            "An abort returns what was sampled so far; a resume that does not append it to the prompt samples those tokens again, "
+            "under other weights, and pays for them twice."
+        )
+    elif step.agree == step.known:
+        title = f"Call {step.attempt} sends {count(step.sent - step.known, 'token')} more than the prompt and what was delivered"
+        hint = _extra_hint(sent, known, step)
+    else:
+        title = f"Call {step.attempt} resumes from a sequence that differs from what was delivered, from position {step.agree} on"
+        hint = (
+            "Every later token is sampled after a context that the sample does not show; "
+            "ids must be appended as delivered, never retokenised."
+        )
+    out.finding(
+        title,
+        expected=f"prompt ({base}) + delivered response ({delivered}) = {step.known} tokens: {window(known, step.agree)}",
+        observed=f"{count(step.sent, 'token')} sent: {window(sent, step.agree)}; the first {step.agree} agree",
+        where=view.where(call=step.attempt, position=step.agree, server=attempt.call.server_id),
+        hint=hint,
+    )
+
+
+def _extra_hint(sent: Sequence[int], known: Sequence[int], step: Step) -> str:
+    extra = tuple(sent[step.known :])
+    if extra and tuple(known[-len(extra) :]) == extra:
+        return "The last delivered tokens were appended twice, as when a reply is added both inside and outside the resume loop."
+    return "Tokens that nobody sampled now stand in the context of the rest; a tool's or user's tokens may only follow a natural end."
+
+
+def _known_response(view: RequestView, step: Step) -> tuple[int, ...]:
+    """What had been delivered when the call was made, as far as the reference goes."""
+    ids = view.stitched.response_ids
+    want = step.known - len(view.request.prompt_ids)
+    if len(ids) >= want and view.stitched.broken in (None, step.attempt):
+        return ids[:want]
+    earlier = [attempt for attempt in view.attempts if attempt.number < step.attempt]
+    return stitch(view.request.prompt_ids, earlier, view.observations, Provenance.AS_SAMPLED).response_ids
+
+
+@request_check(
+    "stitch.no-call-after-end",
+    promise="After an engine ended a turn naturally, nothing more is asked for that turn.",
+    needs="the engine calls and replies of a request",
+    exercised_by="natural ends",
+)
+def no_call_after_end(view: RequestView, out: Collector) -> None:
+    """Look for a call that was made although the turn had ended with ``stop``."""
+    reference = view.stitched
+    if reference.broken is not None:
+        return out.absent("a call did not continue the sequence (stitch.resume-prompt)")
+    late = [step for step in reference.steps if step.ended]
+    if reference.finish_reason in (FinishReason.STOP, FinishReason.COMPLETED) or late:
+        out.exercised("natural ends")
+    if not late:
+        return None
+    step = late[0]
+    attempt = view.attempts[step.attempt]
+    return out.finding(
+        f"Call {step.attempt} was made after the rollout had ended",
+        expected="no further call once an engine returned a natural end (stop); only tokens of the environment begin a new turn",
+        observed=f"{call_name(attempt)} sends {step.sent} of the {step.known} known tokens and asks for more",
+        where=view.where(call=step.attempt, position=step.known, server=attempt.call.server_id),
+        hint="Tokens behind the end of a sequence are no policy sample; a resume loop must end on every reason but an abort.",
+    )
+
+
+@request_check(
+    "stitch.sampling-params",
+    promise="Every attempt of a request is made with the same sampling parameters, but for the budget.",
+    needs="the engine calls of a request",
+    exercised_by=("first calls", "resuming calls"),
+)
+def sampling_kept(view: RequestView, out: Collector) -> None:
+    """Compare each call's parameters with the first call's, and those with the request's where it names them too."""
+    if not view.attempts:
+        return out.absent("no engine call of the request was recorded")
+    first = view.attempts[0].call.sampling
+    out.exercised("first calls")
+    changed = {k for k, value in view.request.sampling.items() if k in _COMMON_PARAMETERS and k in first and not _same(first[k], value)}
+    if changed:
+        _changed_parameters(view, view.attempts[0], view.request.sampling, sorted(changed), "the request", out)
+        return None
+    for attempt in view.attempts[1:]:
+        out.exercised("resuming calls")
+        given = attempt.call.sampling
+        if given == first:
+            continue
+        changed = {k for k in {*first, *given} - _FREE_PARAMETERS if k not in first or k not in given or not _same(first[k], given[k])}
+        if changed:
+            _changed_parameters(view, attempt, first, sorted(changed), "call 0", out)
+            return None
+    return None
+
+
+def _changed_parameters(
+    view: RequestView, attempt: Attempt, want: Mapping[str, Scalar], names: Sequence[str], origin: str, out: Collector
+) -> None:
+    given = attempt.call.sampling
+    out.finding(
+        f"Call {attempt.number} changes {count(len(names), 'sampling parameter')}: {listing(names)}",
+        expected=", ".join(f"{name}={_parameter(want, name)}" for name in names) + f", as in {origin}",
+        observed=", ".join(f"{name}={_parameter(given, name)}" for name in names),
+        where=view.where(call=attempt.number, server=attempt.call.server_id),
+        hint="The rest of the response is sampled from another distribution than its start; the parameters must travel with every attempt.",
+    )
+
+
+def _parameter(given: Mapping[str, Scalar], name: str) -> str:
+    return repr(given[name]) if name in given else "(absent)"
+
+
+def _same(a: Scalar, b: Scalar) -> bool:
+    return a == b
+
+
+@request_check(
+    "stitch.media",
+    promise="Every attempt carries the request's images, videos and audio unchanged.",
+    needs="a request with media, and its engine calls",
+    exercised_by="calls with media",
+)
+def media_kept(view: RequestView, out: Collector) -> None:
+    """Compare the media handle of every call with the request's."""
+    want = view.request.media
+    for attempt in view.attempts:
+        got = attempt.call.media
+        if want is None and got is None:
+            continue
+        out.exercised("calls with media")
+        if got != want:
+            out.finding(
+                f"Call {attempt.number} {'drops' if got is None else 'changes'} the request's media",
+                expected=f"media {want!r} on every attempt",
+                observed=f"media {got!r} on {call_name(attempt)}",
+                where=view.where(call=attempt.number, server=attempt.call.server_id),
+                hint="Without its images the engine continues another conversation than the one it began (verl #4842, #5160).",
+            )
+            return
+
+
+CHECKS: tuple[Check, ...] = (resume_prompt, no_call_after_end, sampling_kept, media_kept)
