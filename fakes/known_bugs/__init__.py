@@ -1,13 +1,22 @@
 """Known bugs: published faults of the field, each planted on a correct fake, which named checks must kill.
 
-One module per family; ``rollproof known-bugs`` runs them all and prints who saw what.
+One module per subject; ``rollproof known-bugs`` runs them all and prints who saw what.
 """
 
 from __future__ import annotations
 
-from rollproof.fakes.known_bugs import lifecycle, routes, stitch, versions, weights
+from rollproof.fakes.known_bugs import capture, lifecycle, routes, stitch, values, versions, weights
 from rollproof.known_bug import KnownBug
 
 __all__ = ["KNOWN_BUGS"]
 
-KNOWN_BUGS: tuple[KnownBug, ...] = (*stitch.BUGS, *routes.BUGS, *versions.BUGS, *weights.BUGS, *lifecycle.BUGS)
+KNOWN_BUGS: tuple[KnownBug, ...] = (
+    *stitch.BUGS,
+    *values.BUGS,
+    *routes.BUGS,
+    *capture.BUGS,
+    *versions.BUGS,
+    *weights.BUGS,
+    *lifecycle.BUGS,
+)
+"""All of them, family by family."""

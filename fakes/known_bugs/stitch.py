@@ -1,4 +1,4 @@
-"""Known bugs of stitching: tokens, logprobs, masks, budgets and ends of a resumed rollout."""
+"""Known bugs of stitching: the tokens, calls, budgets and ends of a resumed rollout."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ from typing import Any
 import numpy as np
 
 from rollproof.case import ActionKind, Case, Model
-from rollproof.contract import Contract, MissingLogprobs
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.fleet import Fleet
-from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, EMPTY, ENDING, SYNCED, TURNS, act, case, on_engine, request
+from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, EMPTY, ENDING, act, case, on_engine, request
 from rollproof.fakes.managers import AsSampled, Sample
 from rollproof.known_bug import KnownBug
-from rollproof.records import EngineOutput, FinishReason, IntArray, Rollout, Scalar
+from rollproof.records import EngineOutput, FinishReason, Rollout, Scalar
 from rollproof.trace import Call
 
 __all__ = ["BUGS"]
-
-_ABORT = ActionKind.ABORT
 
 
 class _Retokenised(AsSampled):
@@ -150,136 +146,15 @@ class _EmptyAbortCosts(AsSampled):
         return left if left is None or sample.response else left - sample.attempts
 
 
-class _DropsLogprobs(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
-        return replace(super().finished(sample), logprobs=None)
-
-
-class _ForgetsLogprobsFlag(AsSampled):
-    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
-        if sample.response:
-            sample.request = replace(sample.request, want_logprobs=False)
-        return await super().call(server_id, sample, sent, budget)
-
-    def finished(self, sample: Sample) -> Rollout:
-        sample.request = replace(sample.request, want_logprobs=True)
-        return super().finished(sample)
-
-
-class _SkipsAbortedLogprobs(AsSampled):
-    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
-        if output.finish_reason is not FinishReason.ABORT:
-            super().merge_logprobs(sample, output)
-
-
-class _PadsLogprobs(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
-        rollout = super().finished(sample)
-        assert rollout.logprobs is not None
-        padded = np.full(len(rollout.logprobs), np.nan)
-        padded[: self._kept] = rollout.logprobs[-self._kept :]
-        return replace(rollout, logprobs=padded)
-
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
-        super().absorb(sample, sent, output)
-        self._kept = len(output.token_ids)
-
-
-class _SentinelLogprob(AsSampled):
-    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
-        super().merge_logprobs(sample, output)
-        if len(sample.logprobs) > len(output.token_ids):
-            sample.logprobs[-len(output.token_ids)] = float("-inf")
-
-
-class _Probabilities(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
-        rollout = super().finished(sample)
-        assert rollout.logprobs is not None
-        return replace(rollout, logprobs=np.exp(rollout.logprobs))
-
-
-class _ShiftedLogprobs(AsSampled):
-    def finished(self, sample: Sample) -> Rollout:
-        rollout = super().finished(sample)
-        assert rollout.logprobs is not None
-        return replace(rollout, logprobs=np.roll(rollout.logprobs, 1))
-
-
-class _KeepsOldLogprobs(AsSampled):
-    """After a retry, the first values of the list are those of the attempt that was given up."""
-
-    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
-        stale = sample.attempts == 1 and output.finish_reason is FinishReason.ABORT
-        if stale:
-            self._stale = [] if output.logprobs is None else output.logprobs.tolist()
-            return
-        super().absorb(sample, sent, output)
-        if sample.attempts == 2:
-            sample.logprobs[: len(self._stale)] = self._stale
-
-
-class _Bfloat16(AsSampled):
-    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
-        super().merge_logprobs(sample, output)
-        bits = np.array(sample.logprobs, dtype=np.float32).view(np.uint32)
-        sample.logprobs[:] = (bits & np.uint32(0xFFFF0000)).view(np.float32).tolist()
-
-
-class _SilentOnAbort(FakeEngine):
-    """Returns no logprobs with the first call of a rollout."""
-
-    async def _answer(self, call: EngineCall) -> EngineOutput:
-        call.want_logprobs = call.prompt_len > 3
-        return await super()._answer(call)
-
-
-class _ZeroForMissing(AsSampled):
-    def start(self, fleet: Fleet) -> None:
-        for server in fleet.servers.values():
-            server.__class__ = _SilentOnAbort
-        super().start(fleet)
-
-    def declared(self, fleet: Fleet) -> Contract:
-        return replace(super().declared(fleet), missing_logprobs=MissingLogprobs.NAN)
-
-    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
-        super().merge_logprobs(sample, output)
-        sample.logprobs[:] = [0.0 if value != value else value for value in sample.logprobs]
-
-
-class _MaskOfFirstSegment(AsSampled):
-    def declared(self, fleet: Fleet) -> Contract:
-        return replace(super().declared(fleet), loss_mask=True)
-
-    def merge_tokens(self, sample: Sample, output: EngineOutput) -> None:
-        had = len(sample.response)
-        super().merge_tokens(sample, output)
-        if had:
-            self._cut = had
-
-    def loss_mask(self, sample: Sample) -> IntArray | None:
-        mask = super().loss_mask(sample)
-        return mask if mask is None else mask[: self._cut]
-
-
-class _AttentionMask(AsSampled):
-    def loss_mask(self, sample: Sample) -> IntArray | None:
-        mask = super().loss_mask(sample)
-        return mask if mask is None else np.ones_like(mask)
-
-
-_WARM = request(sampling={"temperature": 0.7})
-_SEEN = request(media="image-1")
-_LIMITED = request(max_tokens=None, limit=6)
-_EXACT_STOP = case(requests=(request(max_tokens=2),), model=Model(eos_every=3), seed=1)
-
-
 def _aborted(*requests: Any, **fields: Any) -> Case:
     return case(act(_ABORT, 3), requests=requests, **fields)
 
 
-_VALUES = ("stitch.logprobs-paired",)
+_ABORT = ActionKind.ABORT
+_WARM = request(sampling={"temperature": 0.7})
+_SEEN = request(media="image-1")
+_LIMITED = request(max_tokens=None, limit=6)
+_EXACT_STOP = case(requests=(request(max_tokens=2),), model=Model(eos_every=3), seed=1)
 
 BUGS: tuple[KnownBug, ...] = (
     KnownBug(
@@ -435,102 +310,5 @@ BUGS: tuple[KnownBug, ...] = (
         kills=("stitch.zero-token-segments",),
         also=("stitch.finish-length",),
     ),
-    KnownBug(
-        id="logprobs-dropped",
-        summary="The rollout's logprobs are not carried into the sample.",
-        refs=("slime#1995", "slime#2124"),
-        make=_DropsLogprobs,
-        cases=(CLEAN,),
-        kills=("stitch.logprobs-present",),
-    ),
-    KnownBug(
-        id="logprobs-not-asked-for",
-        summary="The resuming call does not ask for logprobs.",
-        refs=("slime#1995",),
-        make=_ForgetsLogprobsFlag,
-        cases=(ABORTED,),
-        kills=("stitch.logprobs-present",),
-    ),
-    KnownBug(
-        id="logprobs-padded",
-        summary="After a resume the list holds the last segment's logprobs and is filled up to the response's length.",
-        refs=("slime#1861",),
-        make=_PadsLogprobs,
-        cases=(ABORTED,),
-        kills=("stitch.logprobs-present", "stitch.logprobs-paired"),
-    ),
-    KnownBug(
-        id="logprobs-segment-missing",
-        summary="A segment without logprobs adds none, so the values of later tokens move up.",
-        refs=("verl llm_server.py (0.9.1)", "AReaL#1554"),
-        make=_SkipsAbortedLogprobs,
-        cases=(ABORTED,),
-        kills=("stitch.logprobs-length",),
-    ),
-    KnownBug(
-        id="logprob-sentinel",
-        summary="The first token of a resumed segment gets a sentinel in place of its logprob.",
-        refs=("AReaL#1554",),
-        make=_SentinelLogprob,
-        cases=(ABORTED,),
-        kills=("stitch.logprobs-valid",),
-    ),
-    KnownBug(
-        id="probabilities-for-logprobs",
-        summary="Probabilities are stored where logprobs are meant.",
-        refs=("verl debug/metrics.py",),
-        make=_Probabilities,
-        cases=(CLEAN,),
-        kills=("stitch.logprobs-valid",),
-    ),
-    KnownBug(
-        id="logprobs-shifted",
-        summary="Logprobs stand one token too late.",
-        refs=("sglang#18190", "rllm#503"),
-        make=_ShiftedLogprobs,
-        cases=(CLEAN, SYNCED),
-        kills=_VALUES,
-    ),
-    KnownBug(
-        id="logprobs-of-first-try",
-        summary="A retried sample keeps the logprobs of the attempt that was given up.",
-        refs=("slime#1861",),
-        make=_KeepsOldLogprobs,
-        cases=(SYNCED,),
-        kills=_VALUES,
-        also=("stitch.resume-prompt",),
-    ),
-    KnownBug(
-        id="logprobs-in-bfloat16",
-        summary="Logprobs are rounded to bfloat16 on their way.",
-        refs=("slime#245",),
-        make=_Bfloat16,
-        cases=(CLEAN,),
-        kills=_VALUES,
-    ),
-    KnownBug(
-        id="zero-for-missing-logprob",
-        summary="A logprob that the engine did not return becomes 0.0: probability one.",
-        refs=("OpenRLHF agent.py",),
-        make=_ZeroForMissing,
-        cases=(ABORTED,),
-        kills=("stitch.logprobs-missing",),
-    ),
-    KnownBug(
-        id="mask-of-first-segment",
-        summary="The loss mask is built before the resume and not extended by it.",
-        refs=("slime#1440", "slime#1445", "miles#556"),
-        make=_MaskOfFirstSegment,
-        cases=(ABORTED,),
-        kills=("stitch.mask-shape",),
-    ),
-    KnownBug(
-        id="attention-mask-as-loss-mask",
-        summary="The attention mask is used as loss mask, so the environment's tokens are trained on.",
-        refs=("verl#2543", "rllm#503"),
-        make=_AttentionMask,
-        cases=(TURNS,),
-        kills=("stitch.mask-environment",),
-    ),
 )
-"""Known bugs of stitching."""
+"""Known bugs of tokens, calls, budgets and ends."""
