@@ -69,6 +69,13 @@ class Ending(Fold):
         self._gauged = False
         self._stuck = False
 
+    @property
+    def kinds(self) -> Iterable[type[Event]]:
+        """Without the gauges where a case already says that the trace ran to its end: there are many of them."""
+        if self.context.header.case is not None and type(self).on_gauge is Ending.on_gauge:
+            return [kind for kind in self.handlers if kind is not Gauge]
+        return self.handlers
+
     def on_gauge(self, event: Gauge, out: Collector) -> None:
         """The final gauges are read when everything that was started has ended."""
         self._gauged = self._gauged or event.phase == "end"
@@ -127,9 +134,16 @@ class Recent:
 
 def case_option(header: Header | None, name: str) -> Any:
     """An option of the case that was run (``"partial"``, ``"clear_cache"``); ``None`` where no case drove the trace."""
-    return None if header is None or header.case is None else header.case.get(name)
+    case = None if header is None else header.case
+    return case.get(name) if isinstance(case, Mapping) else None
 
 
 def case_actions(header: Header | None, *kinds: str) -> list[Mapping[str, Any]]:
-    """The actions of the case whose ``do`` is one of ``kinds``; empty where no case drove the trace."""
-    return [action for action in case_option(header, "actions") or () if action["do"] in kinds]
+    """The actions of the case whose ``do`` is one of ``kinds``; empty where no case drove the trace.
+
+    A trace is untrusted: what does not look like an action is left out.
+    """
+    actions = case_option(header, "actions")
+    if not isinstance(actions, list | tuple):
+        return []
+    return [action for action in actions if isinstance(action, Mapping) and action.get("do") in kinds]

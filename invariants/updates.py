@@ -63,7 +63,7 @@ class _EveryReplica(Ending):
         self._started = False
         self._latest: Weights | None = None
         self._excuse: str | None = None
-        self._skewed = {action["server"] for action in case_actions(context.header, "skew")}
+        self._skewed = {action.get("server") for action in case_actions(context.header, "skew")}
 
     def on_submit(self, event: Submit, out: Collector) -> None:
         self._started = True
