@@ -170,7 +170,7 @@ BUGS: tuple[KnownBug, ...] = (
         kills=("routes.layer",),
     ),
     KnownBug(
-        id="misdecoded",
+        id="bytes-misdecoded",
         summary="The receiver decodes the bytes otherwise than the sender encoded them; every id is legal, and wrong.",
         refs=("prime-rl#2813",),
         make=_WrongByteOrder,
@@ -184,7 +184,6 @@ BUGS: tuple[KnownBug, ...] = (
         make=_Narrowed,
         cases=(_WIDE,),
         kills=("routes.dtype",),
-        also=("routes.distinct",),
     ),
     KnownBug(
         id="type-too-narrow",
@@ -193,7 +192,6 @@ BUGS: tuple[KnownBug, ...] = (
         make=_NarrowType,
         cases=(_WIDE,),
         kills=("routes.dtype",),
-        also=("routes.distinct",),
     ),
     KnownBug(
         id="type-undeclared",

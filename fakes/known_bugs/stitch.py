@@ -10,7 +10,7 @@ import numpy as np
 from rollproof.case import ActionKind, Case, Model
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, EMPTY, ENDING, act, case, on_engine, request
+from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, EMPTY, ENDING, TURNS, act, case, on_engine, request
 from rollproof.fakes.managers import AsSampled, Sample
 from rollproof.known_bug import KnownBug
 from rollproof.records import EngineOutput, FinishReason, Rollout, Scalar
@@ -75,6 +75,11 @@ class _ContextOffByOne(FakeEngine):
         if len(call.prompt_ids) > 3:
             queued.state = self.policy.start_state(call.prompt_ids[:-1])
         return queued
+
+
+class _RetokenisesTools(AsSampled):
+    def observe(self, sample: Sample, answer: tuple[int, ...]) -> None:
+        super().observe(sample, (*answer[:-1], answer[-1] + 1))
 
 
 class _ForgetsTemperature(AsSampled):
@@ -214,6 +219,14 @@ BUGS: tuple[KnownBug, ...] = (
         kills=("stitch.matches-unbroken",),
     ),
     KnownBug(
+        id="tool-output-retokenised",
+        summary="A tool's output goes through text, and comes back as other tokens than the tool's.",
+        refs=("slime#1861", "SkyRL#2078"),
+        make=_RetokenisesTools,
+        cases=(TURNS,),
+        kills=("stitch.environment-tokens",),
+    ),
+    KnownBug(
         id="temperature-forgotten",
         summary="The resuming call is made with default sampling parameters.",
         refs=("verl#4348",),
@@ -308,7 +321,6 @@ BUGS: tuple[KnownBug, ...] = (
         make=_EmptyAbortCosts,
         cases=(EMPTY,),
         kills=("stitch.zero-token-segments",),
-        also=("stitch.finish-length",),
     ),
 )
 """Known bugs of tokens, calls, budgets and ends."""

@@ -10,8 +10,8 @@ from rollproof.contract import Contract, MissingLogprobs
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.fleet import Fleet
-from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, SYNCED, TURNS
-from rollproof.fakes.managers import AsSampled, Sample
+from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, SYNCED, TURNS, case, request
+from rollproof.fakes.managers import AsSampled, Options, Sample
 from rollproof.known_bug import KnownBug
 from rollproof.records import EngineOutput, FinishReason, IntArray, Rollout
 
@@ -32,6 +32,21 @@ class _ForgetsLogprobsFlag(AsSampled):
     def finished(self, sample: Sample) -> Rollout:
         sample.request = replace(sample.request, want_logprobs=True)
         return super().finished(sample)
+
+
+class _SharesLogprobs(AsSampled):
+    """All samples are views of one list, which every rollout begins anew."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
+        self._shared = np.zeros(64)
+
+    def finished(self, sample: Sample) -> Rollout:
+        rollout = super().finished(sample)
+        assert rollout.logprobs is not None
+        view = self._shared[: len(rollout.logprobs)]
+        view[:] = rollout.logprobs
+        return replace(rollout, logprobs=view)
 
 
 class _SkipsAbortedLogprobs(AsSampled):
@@ -171,6 +186,14 @@ BUGS: tuple[KnownBug, ...] = (
         make=_SkipsAbortedLogprobs,
         cases=(ABORTED,),
         kills=("stitch.logprobs-length",),
+    ),
+    KnownBug(
+        id="logprobs-shared",
+        summary="Samples share one list of logprobs, so the next request changes those of the one before.",
+        refs=("slime#1861",),
+        make=_SharesLogprobs,
+        cases=(case(requests=(request(), request("r1", (31, 32, 33))), arrivals=(0.0, 20.0)),),
+        kills=("stitch.handed-over",),
     ),
     KnownBug(
         id="logprob-sentinel",
