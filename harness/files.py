@@ -8,7 +8,12 @@ from pathlib import Path
 
 from rollproof.errors import UsageError
 
-__all__ = ["write_atomically"]
+__all__ = ["folder_name", "write_atomically"]
+
+
+def folder_name(name: str) -> str:
+    """``name`` as the name of a folder: letters, digits, ``-_.`` stay, anything else becomes ``_``."""
+    return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)
 
 
 def write_atomically(path: Path, text: str) -> None:

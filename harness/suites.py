@@ -21,7 +21,7 @@ from rollproof.checks import CheckResult, Verdict, default_registry
 from rollproof.console import check_lines, text_of
 from rollproof.errors import RollproofError, UsageError
 from rollproof.expected import ExpectedFailures, Outcome
-from rollproof.files import write_atomically
+from rollproof.files import folder_name, write_atomically
 from rollproof.plugin import PROFILES, STATE, State
 from rollproof.report import Report
 from rollproof.schedules import profile_named
@@ -250,7 +250,7 @@ def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config:
             only=suite.only or state.settings.only,
             flavours=suite.flavours,
             expected={**(suite.expected or {}), **(listed.reasons(name) if listed else {})},
-            witness_dir=config.rootpath / ".rollproof" / worker / _folder(name),
+            witness_dir=config.rootpath / ".rollproof" / worker / folder_name(name),
         )
     except Exception as error:  # noqa: BLE001 - raised again for the first item
         return error
@@ -297,10 +297,6 @@ def _checked(names: tuple[str, ...], *, families: bool = True) -> tuple[str, ...
         for name in names:
             _ = registry.select([name]) if families else registry[name]
     return names
-
-
-def _folder(name: str) -> str:
-    return "".join(char if char.isalnum() or char in "-_." else "_" for char in name)
 
 
 def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def run(arguments: Sequence[str]) -> int:
         return _tell(f"error: {_clicked_text(error)}", ExitCode.USAGE, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, the user gets a line and the right exit code
         return _tell(
-            f"internal error: {type(error).__name__}: {error}\nThis is a fault of rollproof, not of what it judged. Please report it with the"
-            " command, the output of `rollproof doctor`, and the traceback that `--debug` shows.",
+            f"internal error: {type(error).__name__}: {error}\nThis is a fault of rollproof, not of what it judged. Please report"
+            " it with the command, the output of `rollproof doctor`, and the traceback that `--debug` shows.",
             ExitCode.INTERNAL,
             debug=debug,
         )

@@ -6,8 +6,10 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from rollproof.case import Case
@@ -15,6 +17,10 @@ from rollproof.errors import UsageError
 from rollproof.subjects import SubjectFactory
 
 __all__ = ["Target", "references", "stack_targets", "subject_target", "target_of_recipe"]
+
+
+_THINNED = 25
+"""One case in this many is run on the flavours that a reference does not exhaust."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +38,27 @@ def references() -> list[Target]:
     """The reference resume managers that rollproof ships."""
     from rollproof.fakes.managers import REFERENCES
 
-    return [Target(name=name, factory=factory, recipe={"reference": name}) for name, factory in REFERENCES.items()]
+    return [
+        Target(name=name, factory=factory, recipe={"reference": name}, cases=partial(_reference_cases, factory, turn))
+        for turn, (name, factory) in enumerate(REFERENCES.items())
+    ]
+
+
+def _reference_cases(factory: SubjectFactory, turn: int, profile: str, seed: int | None) -> Iterator[Case]:
+    """Schedules of one reference: under ``pr`` the whole scope on one flavour and a sample on the others.
+
+    The references differ little between flavours, and all of them together must fit into a minute; every flavour has its
+    turn as the one that is exhausted. The other profiles run everything.
+    """
+    from rollproof.campaign import cases_for
+    from rollproof.probing import probe
+    from rollproof.schedules import profile_named
+
+    used = profile_named(profile).seed_for(seed)
+    flavours = [flavour for flavour, _, _ in probe(factory)]
+    for number, flavour in enumerate(flavours):
+        whole = profile != "pr" or number == turn % len(flavours)
+        yield from islice(cases_for(factory, profile=profile, seed=used, flavours=[flavour]), 0, None, 1 if whole else _THINNED)
 
 
 def stack_targets(spec: str, parts: Iterable[str] = ()) -> tuple[str, list[Target]]:

@@ -15,6 +15,7 @@ from rollproof.cli.targets import Target, references, stack_targets, subject_tar
 from rollproof.console import Style, report_lines, summary_text
 from rollproof.errors import UsageError
 from rollproof.expected import ExpectedFailures, Outcome
+from rollproof.files import folder_name
 from rollproof.report import ExitCode, Report
 from rollproof.schedules import profile_named
 
@@ -61,7 +62,7 @@ def verify(
                 cases=target.cases(profile, seed) if target.cases is not None and not flavour else None,
                 expected=listed.reasons(target.name) if listed else None,
                 progress=meter,
-                witness_dir=witness_dir,
+                witness_dir=witness_dir / folder_name(target.name),
                 recipe=target.recipe,
             )
             reports.append(report)

@@ -1,0 +1,95 @@
+"""check: judge traces that were written earlier, by whoever wrote them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollproof.checks import default_registry
+from rollproof.cli.options import JsonTarget, Only, Verbose
+from rollproof.cli.output import Meter, Output
+from rollproof.console import Style, report_lines
+from rollproof.errors import TraceError, TraceVersionError, UsageError
+from rollproof.judge import Judge, Tally
+from rollproof.progress import Progress
+from rollproof.report import ExitCode, Report
+from rollproof.scenarios import Scenarios
+from rollproof.store import open_trace
+from rollproof.trace import Header
+
+__all__ = ["check"]
+
+
+def check(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Trace files: Arrow streams or JSON counterexamples.")],
+    only: Only = None,
+    json_target: JsonTarget = None,
+    verbose: Verbose = False,
+) -> int:
+    """Judge recorded traces, however long: memory does not grow with them.
+
+    A file that cannot be read to its end is judged up to there and then told; requests that were open at the end of an
+    unfinished file are not blamed for not ending.
+    """
+    output = Output(json_target)
+    judged = _Judged(Tally(default_registry().select(only) if only else default_registry()))
+    with Meter() as meter:
+        for number, path in enumerate(traces):
+            meter(Progress(done=number, total=len(traces), what=str(path)))
+            judged.take(path)
+    if not judged.headers:
+        raise judged.broken[0]
+    report = judged.report()
+    output.lines(report_lines(report.to_dict(), verbose=verbose))
+    output.lines((Style.BAD, f"  {error}") for error in judged.broken)
+    output.json(report.to_dict())
+    if judged.broken and report.exit_code != ExitCode.FAIL:
+        return ExitCode.USAGE
+    return report.exit_code
+
+
+@dataclass
+class _Judged:
+    """What the traces came to so far."""
+
+    tally: Tally
+    scenarios: Scenarios = field(default_factory=Scenarios)
+    headers: list[Header] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    broken: list[TraceError | UsageError] = field(default_factory=list)
+
+    def take(self, path: Path) -> None:
+        """Judge every episode of a file, as far as it can be read."""
+        try:
+            reader = open_trace(path)
+            for header, events in reader.episodes():
+                self.headers.append(header)
+                judge = Judge(header, self.tally)
+                for event in events:
+                    judge.feed(event)
+                    self.scenarios.event(event)
+                self.scenarios.end()
+                if reader.ending is None or reader.ending.closed:
+                    judge.finish()
+                else:
+                    self.notes.append(f"{path}: {reader.ending}")
+        except TraceVersionError as error:
+            self.broken.append(error)
+        except (TraceError, UsageError) as error:
+            self.broken.append(error)
+
+    def report(self) -> Report:
+        """The verdicts over all of them."""
+        first = self.headers[0]
+        return Report(
+            subject=", ".join(dict.fromkeys(header.subject for header in self.headers)),
+            profile=first.profile,
+            seed=first.seed,
+            results=self.tally.judgement().results,
+            exercised=self.scenarios.counts,
+            cases=len(self.headers),
+            notes=tuple(self.notes),
+        )

@@ -1,0 +1,113 @@
+"""replay: run a counterexample again, and say whether the fault is still there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollproof.case import Case
+from rollproof.checks import Verdict
+from rollproof.cli.options import JsonTarget
+from rollproof.cli.output import Output
+from rollproof.cli.targets import Target, stack_targets, subject_target, target_of_recipe
+from rollproof.console import Line, Style, check_lines
+from rollproof.errors import UsageError
+from rollproof.judge import Judgement, judge
+from rollproof.report import ExitCode, Report
+from rollproof.runner import run_case
+from rollproof.store import load_trace
+from rollproof.trace import Trace
+
+__all__ = ["replay"]
+
+
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A counterexample that rollproof wrote (JSON).")],
+    subject: Annotated[
+        str | None, typer.Option("--subject", metavar="MODULE:FACTORY", help="Run this subject instead of the one that the file names.")
+    ] = None,
+    stack: Annotated[str | None, typer.Option("--stack", metavar="NAME[==VERSION]", help="Run this stack instead.")] = None,
+    part: Annotated[str | None, typer.Option("--part", metavar="NAME", help="The part of the stack to run.")] = None,
+    json_target: JsonTarget = None,
+) -> int:
+    """Judge a counterexample as recorded, run its case again on the subject, and compare.
+
+    Exit code 1 where a check fails in the new run (the fault is reproduced), 0 where what failed passes now, 2 where that is not
+    decided.
+    """
+    output = Output(json_target)
+    trace = load_trace(file)
+    recorded = judge(trace)
+    output.say(
+        f"{file}: {trace.header.subject}, {len(trace.events)} events; failing as recorded: {', '.join(recorded.failed) or 'nothing'}"
+    )
+    target = _target(trace, subject, stack, part)
+    if target is None:
+        output.say("The file does not say how to make its subject: only the recorded trace was judged. Name one with --subject or --stack.")
+        outcome = _Outcome(recorded, recorded, rerun=False)
+    else:
+        if trace.header.case is None:
+            raise UsageError(f"{file} holds no case, so it cannot be run again; `rollproof check {file}` judges it as recorded.")
+        again = run_case(target.factory, Case.from_dict(trace.header.case), name=trace.header.subject, recipe=target.recipe)
+        outcome = _Outcome(recorded, judge(again), rerun=True)
+    output.lines(outcome.lines())
+    output.json(outcome.to_dict(trace))
+    return outcome.exit_code
+
+
+def _target(trace: Trace, subject: str | None, stack: str | None, part: str | None) -> Target | None:
+    if subject is not None and stack is not None:
+        raise UsageError("Give --subject or --stack, not both: one run replays on one of them.")
+    if subject is not None:
+        return subject_target(subject)
+    if stack is not None:
+        targets = stack_targets(stack, [part] if part else ())[1]
+        if len(targets) > 1:
+            raise UsageError(f"{stack} has several parts: say which with --part, among {[target.name for target in targets]}.")
+        return targets[0]
+    return target_of_recipe(trace.header.recipe) if trace.header.recipe else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    recorded: Judgement
+    now: Judgement
+    rerun: bool
+
+    @property
+    def verdict(self) -> str:
+        """``reproduced``, ``fixed``, or ``undecided``."""
+        if self.now.failed:
+            return "reproduced"
+        passed = {result.id for result in self.now.results if result.verdict is Verdict.PASS}
+        return "fixed" if self.recorded.failed and set(self.recorded.failed) <= passed else "undecided"
+
+    @property
+    def exit_code(self) -> int:
+        return {"reproduced": ExitCode.FAIL, "fixed": ExitCode.PASS, "undecided": ExitCode.UNKNOWN}[self.verdict]
+
+    def report(self, trace: Trace) -> Report:
+        return Report(subject=trace.header.subject, profile=trace.header.profile, seed=trace.header.seed, results=self.now.results, cases=1)
+
+    def to_dict(self, trace: Trace) -> dict[str, Any]:
+        """The JSON report of the new run, and how it compares."""
+        comparison = {"verdict": self.verdict, "rerun": self.rerun, "recorded": list(self.recorded.failed), "now": list(self.now.failed)}
+        return {**self.report(trace).to_dict(), "replay": comparison}
+
+    def lines(self) -> list[Line]:
+        """What failed, and what became of what had failed."""
+        found: list[Line] = []
+        for check in self._checks():
+            if check["verdict"] == "fail":
+                found += check_lines(check)
+            elif check["id"] in self.recorded.failed:
+                style = Style.GOOD if check["verdict"] == "pass" else Style.DOUBT
+                found.append((style, f"  {check['id']} failed as recorded; now: {check['verdict']} {check['reason']}".rstrip()))
+        style = {"reproduced": Style.BAD, "fixed": Style.GOOD, "undecided": Style.DOUBT}[self.verdict]
+        return [*found, (style, f"{self.verdict}{'' if self.rerun else ' (judged as recorded, not run again)'}")]
+
+    def _checks(self) -> list[dict[str, Any]]:
+        return list(Report(subject="", profile="", seed=0, results=self.now.results).to_dict()["checks"])
