@@ -96,9 +96,9 @@ def _once(view: RequestView, out: Collector) -> None:
 )
 def _one(view: RequestView, out: Collector) -> None:
     """Takes each point that no single reply explains, and looks whether two replies, or a foreign one, do."""
-    late = {attempt.number for attempt in view.attempts if attempt.consumed is not None and _retried(view, attempt)}
+    late = sum(_retried(view, attempt) for attempt in view.attempts)
     strays = _strays(view)
-    out.exercised("replies after a retry", len(late))
+    out.exercised("replies after a retry", late)
     out.exercised("stray replies of other requests", len(strays))
     if not late and not strays:
         return
@@ -128,11 +128,9 @@ def _one(view: RequestView, out: Collector) -> None:
 
 
 def _retried(view: RequestView, attempt: Attempt) -> bool:
-    """Whether another call of the request was sent before this one's reply came."""
-    reply = attempt.consumed
-    return reply is not None and any(
-        other.call.index > attempt.call.index and other.call.index < reply.index for other in view.attempts[attempt.number + 1 :]
-    )
+    """Whether another call of the request was sent before this one's reply came, to a caller or to nobody."""
+    later = view.attempts[attempt.number + 1 : attempt.number + 2]
+    return bool(attempt.replies and later) and later[0].call.index < attempt.replies[0].index
 
 
 def _strays(view: RequestView) -> list[tuple[str, Attempt, Reply]]:
