@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextvars
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 
 from rollproof.case import EngineOptions
 from rollproof.fakes.calls import EngineCall, reply_to
@@ -95,7 +95,7 @@ class Batch:
     @property
     def holds_kv(self) -> bool:
         """Whether any KV is there that a later forward may use."""
-        return len(self.cache) > 0 or any(call.kv.computed for call in self.running.values())
+        return len(self.cache) > 0 or any(call.kv.computed and not self._is_complete(call) for call in self.running.values())
 
     def add(self, call: EngineCall) -> None:
         """Take a call into the queue."""
@@ -108,8 +108,6 @@ class Batch:
             if len(self.running) >= self._options.max_batch or not self._room_for(call):
                 return
             self.queue.remove(call)
-            if call.deferred and self._finished(call):
-                continue
             call.running = call.started = True
             self.running[call.call_id] = call
             self._recorder.record(Admit(call_id=call.call_id, server_id=self._server_id))
@@ -159,14 +157,20 @@ class Batch:
         if call in self.queue:
             self.queue.remove(call)
 
-    def preempt(self, calls: Iterable[EngineCall]) -> None:
-        """Free the KV of running calls; they go to the head of the queue, the oldest first."""
-        for call in sorted(calls, key=lambda one: list(self.running).index(one.call_id), reverse=True):
+    def preempt(self, wanted: Container[int]) -> bool:
+        """Free the KV of running calls, by id; they go to the head of the queue, the oldest first. Whether there were any.
+
+        A call that only waits for the engine to see that it is finished needs no KV any more and stays, as an engine
+        looks at the results that it has before it retracts.
+        """
+        calls = [call for call in self.running.values() if call.call_id in wanted and not self._is_complete(call)]
+        for call in reversed(calls):
             call.settle(self.version)
             call.drop_kv(self._flavour)
-            call.running = False
+            call.running = call.deferred = False
             del self.running[call.call_id]
             self.queue.appendleft(call)
+        return bool(calls)
 
     def reweigh(self, version: int) -> None:
         """From the next step on, compute under weights ``version``."""
@@ -225,13 +229,13 @@ class Batch:
     def _finished(self, call: EngineCall) -> bool:
         """End the call if its last token ends it."""
         call.deferred = False
-        if call.sampled and call.ids[-1] == self._eos:
-            self.end(call, FinishReason.STOP)
-        elif len(call.ids) >= call.limit:
-            self.end(call, FinishReason.LENGTH)
-        else:
+        if not self._is_complete(call):
             return False
+        self.end(call, FinishReason.STOP if call.ids[-1] == self._eos else FinishReason.LENGTH)
         return True
+
+    def _is_complete(self, call: EngineCall) -> bool:
+        return len(call.ids) >= call.limit or (call.sampled > 0 and call.ids[-1] == self._eos)
 
     def _room_for(self, call: EngineCall) -> bool:
         capacity = self._options.kv_tokens
@@ -240,8 +244,12 @@ class Batch:
     def _make_room(self) -> None:
         """Preempt the youngest while the KV does not fit. One call alone may exceed the capacity, or nothing would ever end."""
         capacity = self._options.kv_tokens
-        while capacity is not None and len(self.running) > 1 and self._held() > capacity:
-            self.preempt([next(reversed(self.running.values()))])
+        if capacity is None:
+            return
+        for call in reversed(tuple(self.running.values())[1:]):
+            if self._held() <= capacity:
+                return
+            self.preempt((call.call_id,))
 
     def _held(self) -> int:
         return sum(len(call.ids) for call in self.running.values())

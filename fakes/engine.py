@@ -148,7 +148,7 @@ class FakeEngine:
             return  # somebody resumed, or paused otherwise, in the meantime
         clear = clear_cache and mode is not PauseMode.IN_PLACE
         if mode is PauseMode.RETRACT or (mode is PauseMode.KEEP and clear):
-            self._batch.preempt(tuple(self._batch.running.values()))
+            self._batch.preempt(tuple(self._batch.running))
         if clear:
             self._batch.cache.clear()
         self._recorder.record(Pause(server_id=self.server_id, mode=mode, clear_cache=clear, progress=self.progress()))
@@ -168,6 +168,10 @@ class FakeEngine:
         """
         self._refuse_dead()
         await asyncio.sleep(self.options.step)
+        self.load_now(version, label, identity=identity)
+
+    def load_now(self, version: int, label: Version = None, *, identity: bool = False) -> None:
+        """As ``load``, in no time: for stacks that block while they transfer (a ``ray.get`` inside of a coroutine)."""
         self._refuse_dead()
         if self.fail_next_load:
             self.fail_next_load = False
@@ -188,11 +192,7 @@ class FakeEngine:
 
     def evict(self, call_id: int) -> bool:
         """Preempt a running call: its KV is freed, it goes to the head of the queue. False where it does not run."""
-        call = self._batch.running.get(call_id)
-        if call is None:
-            return False
-        self._batch.preempt([call])
-        return True
+        return self._batch.preempt((call_id,))
 
     def kill(self) -> None:
         """Die with everything in flight: callers see ``ServerDied``. Nothing where it is dead already."""

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.case import Model
+from rollproof.case import EngineOptions, Model
+from rollproof.fakes.batching import EngineHooks
+from rollproof.fakes.calls import EngineCall
+from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.failures import BadCall, ServerDied, TransferFailed
 from rollproof.fakes.kv import MIXED
 from rollproof.records import FinishReason
@@ -683,5 +686,35 @@ def test_a_fault_of_the_fake_reaches_its_callers() -> None:
         bench.engine._batch.step = step  # type: ignore[method-assign]
         with pytest.raises(ZeroDivisionError, match="planted"):
             await bench.call(2)
+
+    on_clock(main)
+
+
+@pytest.mark.parametrize("flavour", ["vllm", "sglang"])
+def test_a_finished_call_is_not_retracted(flavour: str) -> None:
+    """An engine looks at the results that it has before it takes KV away: a call on its last token keeps its rows."""
+
+    class Slow(EngineHooks):
+        def watches(self, request_id: str) -> bool:
+            """Every token."""
+            return True
+
+        def sampled(self, call: EngineCall) -> bool:
+            """Look a step later."""
+            return True
+
+    async def main() -> None:
+        bench = Bench(flavour)
+        engine = FakeEngine("s0", bench.policy, bench.flavour, EngineOptions(), bench.recorder, hooks=Slow())
+        call = asyncio.ensure_future(engine.generate(prompt_ids=PROMPT, max_tokens=2))
+        await bench.steps(2)
+        assert not engine.evict(1)
+        await engine.pause(PauseMode.RETRACT)
+        await engine.load(B, B)
+        await engine.resume()
+        output = await call
+        assert output.finish_reason is FinishReason.LENGTH
+        np.testing.assert_array_equal(output.routes, bench.rows(A, [*PROMPT, *output.token_ids]))
+        assert bench.events(Weights)[0].flushed
 
     on_clock(main)
