@@ -9,6 +9,11 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line and exit: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error."""
-    from rollproof.cli.app import run
+    try:
+        from rollproof.cli.app import run
 
-    sys.exit(run(sys.argv[1:]))
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # while the commands were being imported
+        sys.stderr.write("rollproof: interrupted\n")
+        code = 130
+    sys.exit(code)

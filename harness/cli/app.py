@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
         code = app(args=[argument for argument in arguments if argument != "--debug"], standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
-        return _tell("interrupted", INTERRUPTED, debug=debug)
+        code = INTERRUPTED
     except BrokenPipeError:
         return _unread()
     except SystemExit as stop:
@@ -82,6 +82,8 @@ def run(arguments: Sequence[str]) -> int:
             ExitCode.INTERNAL,
             debug=debug,
         )
+    if code == INTERRUPTED:  # newer typers return it, older ones raise
+        return _tell("interrupted", INTERRUPTED, debug=debug)
     return code if isinstance(code, int) else ExitCode.PASS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from rollproof.checks import default_registry
 from rollproof.cli.options import JsonTarget, Only, Verbose
 from rollproof.cli.output import Meter, Output
 from rollproof.console import Style, report_lines
-from rollproof.errors import TraceError, TraceVersionError, UsageError
+from rollproof.errors import TraceError, UsageError
 from rollproof.judge import Judge, Tally
 from rollproof.progress import Progress
 from rollproof.report import ExitCode, Report
@@ -56,7 +57,7 @@ class _Judged:
     """What the traces came to so far."""
 
     tally: Tally
-    scenarios: Scenarios = field(default_factory=Scenarios)
+    exercised: Counter[str] = field(default_factory=Counter)
     headers: list[Header] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     broken: list[TraceError | UsageError] = field(default_factory=list)
@@ -67,17 +68,15 @@ class _Judged:
             reader = open_trace(path)
             for header, events in reader.episodes():
                 self.headers.append(header)
-                judge = Judge(header, self.tally)
+                judge, scenarios = Judge(header, self.tally), Scenarios()
                 for event in events:
                     judge.feed(event)
-                    self.scenarios.event(event)
-                self.scenarios.end()
+                    scenarios.event(event)
+                self.exercised.update(scenarios.counts)
                 if reader.ending is None or reader.ending.closed:
                     judge.finish()
                 else:
                     self.notes.append(f"{path}: {reader.ending}")
-        except TraceVersionError as error:
-            self.broken.append(error)
         except (TraceError, UsageError) as error:
             self.broken.append(error)
 
@@ -89,7 +88,7 @@ class _Judged:
             profile=first.profile,
             seed=first.seed,
             results=self.tally.judgement().results,
-            exercised=self.scenarios.counts,
+            exercised=dict(sorted(self.exercised.items())),
             cases=len(self.headers),
             notes=tuple(self.notes),
         )

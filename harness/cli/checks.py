@@ -60,7 +60,7 @@ def _dict(check: Check, bugs: Iterable[KnownBug]) -> dict[str, Any]:
 def _table(registry: Iterable[Check]) -> Table:
     table = Table(title="Checks", title_justify="left")
     table.add_column("id", no_wrap=True)
-    table.add_column("promise")
+    table.add_column("promise", overflow="fold")
     for check in registry:
         table.add_row(check.id, check.promise)
     return table

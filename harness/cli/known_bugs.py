@@ -41,8 +41,8 @@ def known_bugs(
 def _table(results: tuple[KillResult, ...]) -> Table:
     table = Table(title="Known bugs", title_justify="left")
     table.add_column("bug", no_wrap=True)
-    table.add_column("upstream")
-    table.add_column("killed by (! blamed wrongly, ? should have seen it)")
+    table.add_column("upstream", overflow="fold")
+    table.add_column("killed by (! blamed wrongly, ? should have seen it)", overflow="fold")
     table.add_column("cases", justify="right")
     for result in results:
         bug = result.bug

@@ -24,6 +24,8 @@ __all__ = ["Meter", "Output"]
 
 _QUIET = 2.0
 """Seconds during which a run shows no progress."""
+_WIDTH = 140
+"""Columns where there is no terminal."""
 _BETWEEN_LINES = 20.0
 """Seconds between two progress lines where standard error is no terminal (a CI log)."""
 
@@ -33,7 +35,9 @@ class Output:
 
     def __init__(self, json_target: str | None = None) -> None:
         self._json_target = json_target
-        self._console = Console(stderr=json_target == "-", highlight=False, markup=False, emoji=False, soft_wrap=True)
+        stream = sys.stderr if json_target == "-" else sys.stdout
+        width = None if stream.isatty() else _WIDTH
+        self._console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def lines(self, lines: Iterable[Line]) -> None:
         """Print styled lines."""
@@ -45,8 +49,8 @@ class Output:
         self._console.print(Text(text))
 
     def table(self, table: Table) -> None:
-        """Print a table, within the width of the terminal (or 140 columns where there is none)."""
-        self._console.print(table, soft_wrap=False, width=None if self._console.is_terminal else 140)
+        """Print a table, within the width of the terminal."""
+        self._console.print(table, soft_wrap=False)
 
     def json(self, data: Mapping[str, Any]) -> None:
         """Write ``data`` where ``--json`` says, if it was given."""
