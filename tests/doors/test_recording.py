@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollproof
+from rollproof.errors import ConformanceError, ExpectationError, SubjectError, UsageError
+from rollproof.recording import EngineCall, Recording
+from rollproof.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.store import open_trace
+from rollproof.trace import Call, Event, Reply, Result, Submit
+from tests.support.building import coded_rows, contract
+
+PROMPT = (1, 2, 3)
+CONTRACT = contract(versions="none", finish_reason=True)
+
+
+class Engine:
+    """Answers two tokens and an abort at first, then the rest: what a stack under an existing test talks to."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def generate(self, prompt: list[int], budget: int) -> dict[str, Any]:
+        self.calls += 1
+        ids = [10 + len(prompt) + i for i in range(2 if self.calls % 2 else budget)]
+        rows = coded_rows(0, len(prompt) + len(ids) - 1, 0)
+        reason = "abort" if self.calls % 2 else "length"
+        return {"ids": ids, "logprobs": [-0.5 - 0.01 * i for i in range(len(ids))], "rows": rows, "reason": reason}
+
+
+class Client:
+    """A resume loop as users write it; ``repeat_rows`` is the field's most frequent fault."""
+
+    def __init__(self, engine: Engine, *, repeat_rows: bool = False) -> None:
+        self.generate = engine.generate
+        self.repeat_rows = repeat_rows
+
+    def rollout(self, prompt: list[int]) -> dict[str, Any]:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        rows: Any = None
+        reason = "abort"
+        while reason == "abort":
+            answer = self.generate([*prompt, *ids], 4 - len(ids))
+            new = answer["rows"]
+            rows = new if rows is None else np.concatenate([rows, new if self.repeat_rows else new[len(rows) :]])
+            ids += answer["ids"]
+            logprobs += answer["logprobs"]
+            reason = answer["reason"]
+        return {"ids": ids, "logprobs": logprobs, "rows": rows, "reason": reason}
+
+
+def to_request(prompt: list[int]) -> Request:
+    return Request(request_id=f"r{prompt[0]}", prompt_ids=tuple(prompt), max_tokens=4)
+
+
+def to_call(prompt: list[int], budget: int) -> EngineCall:
+    return EngineCall(prompt_ids=tuple(prompt), max_tokens=budget)
+
+
+def to_output(answer: dict[str, Any]) -> EngineOutput:
+    return EngineOutput(
+        token_ids=tuple(answer["ids"]),
+        logprobs=np.array(answer["logprobs"]),
+        routes=answer["rows"],
+        finish_reason=FinishReason(answer["reason"]),
+    )
+
+
+def to_record(prompt: list[int]) -> Any:
+    def record(native: dict[str, Any]) -> Rollout:
+        return Rollout(
+            request_id=f"r{prompt[0]}",
+            prompt_ids=tuple(prompt),
+            response_ids=tuple(native["ids"]),
+            finish_reason=FinishReason(native["reason"]),
+            logprobs=np.array(native["logprobs"]),
+            routes=native["rows"],
+        )
+
+    return record
+
+
+def wired(trace: Recording, client: Client, prompt: list[int]) -> Any:
+    """The client's rollout function, recorded."""
+    client.generate = trace.engine(client.generate, to_call=to_call, to_output=to_output)
+    return trace.rollout(client.rollout, to_request=to_request, to_record=to_record(prompt))
+
+
+def kinds(events: tuple[Event, ...]) -> list[str]:
+    return [event.kind for event in events]
+
+
+def test_a_correct_client_passes() -> None:
+    """Calls, replies and results are recorded in order, judged, and nothing is raised; the canary is planted and seen."""
+    with rollproof.record(CONTRACT) as trace:
+        wired(trace, Client(Engine()), [1, 2, 3])([1, 2, 3])
+
+    assert ["submit", "call", "reply", "call", "reply", "result"] == kinds(trace.recorded.events)
+    assert () == trace.report.failed
+    assert trace.report.summary["pass"] > 10
+    assert trace.report.canary is not None
+    assert trace.report.canary.red
+
+
+def test_a_faulty_client_raises_with_the_findings() -> None:
+    """The block ends with an AssertionError whose text has the finding; the return value reached the test before."""
+    with pytest.raises(ConformanceError, match=r"my test: \d+ checks: .*\n  FAIL  routes\.rows") as error:
+        with rollproof.record(CONTRACT, name="my test") as trace:
+            native = wired(trace, Client(Engine(), repeat_rows=True), [1, 2, 3])([1, 2, 3])
+
+    assert isinstance(error.value, AssertionError)
+    assert 4 == len(native["ids"])
+    assert "routes.rows" in [result.id for result in trace.report.failed]
+
+
+def test_async_code_and_parallel_requests_are_attributed() -> None:
+    """Coroutines are awaited as before; two rollouts at once keep their calls apart though neither names its request."""
+
+    class AsyncClient(Client):
+        async def run(self, prompt: list[int]) -> dict[str, Any]:
+            await asyncio.sleep(0)
+            return self.rollout(prompt)
+
+    async def main(trace: Recording) -> None:
+        clients = [AsyncClient(Engine()), AsyncClient(Engine())]
+        runs = []
+        for client, prompt in zip(clients, ([1, 2, 3], [7, 8]), strict=True):
+            client.generate = trace.engine(client.generate, to_call=to_call, to_output=to_output)
+            runs.append(trace.rollout(client.run, to_request=to_request, to_record=to_record(prompt))(prompt))
+        await asyncio.gather(*runs)
+
+    with rollproof.record(CONTRACT) as trace:
+        asyncio.run(main(trace))
+
+    calls = [event for event in trace.recorded.events if isinstance(event, Call)]
+    assert {("r1", (1, 2, 3)), ("r7", (7, 8))} == {
+        (call.request_id, call.prompt_ids[: 3 if call.request_id == "r1" else 2]) for call in calls
+    }
+
+
+def test_a_handle_that_returns_an_awaitable_is_recorded_when_it_is_awaited() -> None:
+    """`handle.method.remote(...)` is a plain function that returns an awaitable: the reply is recorded once it is there."""
+
+    def remote(prompt: list[int], budget: int) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(Engine().generate(prompt, budget))
+        return future
+
+    async def main(trace: Recording) -> None:
+        trace.submit(Request(request_id="r0", prompt_ids=(1, 2), max_tokens=2))
+        await trace.engine(remote, to_call=to_call, to_output=to_output)([1, 2], 2)
+
+    recording = Recording(CONTRACT)
+    asyncio.run(main(recording))
+
+    assert ["submit", "call", "reply"] == kinds(recording.recorded.events)
+
+
+def test_what_the_stack_raises_is_recorded_and_goes_on() -> None:
+    """A rollout that raises ends its request with the error; an engine call that raises stays without a reply."""
+
+    def broken(prompt: list[int], budget: int) -> Any:
+        raise ConnectionError("server gone")
+
+    client = Client(Engine())
+    client.generate = broken
+    recording = Recording(CONTRACT)
+    with pytest.raises(ConnectionError, match="server gone"):
+        wired(recording, client, [1, 2, 3])([1, 2, 3])
+
+    assert ["submit", "call", "result"] == kinds(recording.recorded.events)
+    assert isinstance(recording.recorded.events[-1], Result)
+    assert "ConnectionError: server gone" == recording.recorded.events[-1].error
+
+
+def test_an_exception_of_the_block_passes_and_the_trace_is_saved(tmp_path: Path) -> None:
+    """The test's own failure is not replaced by verdicts; what was recorded until then is kept."""
+    with pytest.raises(ZeroDivisionError):
+        with rollproof.record(CONTRACT, save=tmp_path / "trace.json") as trace:
+            wired(trace, Client(Engine(), repeat_rows=True), [1, 2, 3])([1, 2, 3])
+            _ = 1 / 0
+
+    assert 6 == len(list(open_trace(tmp_path / "trace.json")))
+
+
+def test_a_block_that_records_nothing_is_an_error() -> None:
+    """A recording that was not wired up cannot pass."""
+    with pytest.raises(UsageError, match=r"Nothing was recorded: wrap the rollout function with trace\.rollout"):
+        with rollproof.record(CONTRACT):
+            Client(Engine()).rollout([1, 2, 3])
+
+
+def test_expected_failures_are_strict() -> None:
+    """A listed fault does not raise; a listed check that passes does, and so does an id that does not exist."""
+    with pytest.raises(ConformanceError) as error:
+        with rollproof.record(CONTRACT) as trace:
+            wired(trace, Client(Engine(), repeat_rows=True), [1, 2, 3])([1, 2, 3])
+    failing = {result.id: "known" for result in trace.report.failed}
+
+    assert "routes.rows" in str(error.value)
+    with rollproof.record(CONTRACT, expected=failing) as trace:
+        wired(trace, Client(Engine(), repeat_rows=True), [1, 2, 3])([1, 2, 3])
+    with pytest.raises(ExpectationError, match=r"Expected to fail, but passing: routes\.rows\."):
+        with rollproof.record(CONTRACT, expected={"routes.rows": "known"}) as trace:
+            wired(trace, Client(Engine()), [1, 2, 3])([1, 2, 3])
+    with pytest.raises(UsageError, match=r"No check or family is named 'routes\.row'"):
+        rollproof.record(CONTRACT, expected={"routes.row": "known"})
+
+
+@pytest.mark.parametrize(
+    ("misuse", "error", "told"),
+    [
+        (lambda trace: trace.submit(to_request([1])) or trace.submit(to_request([1])), UsageError, "Request 'r1' is already open"),
+        (lambda trace: trace.result(request_id="r1"), UsageError, "Request 'r1' ends but was never submitted"),
+        (lambda trace: trace.result(), UsageError, "result.. needs a rollout, or the request_id"),
+        (lambda trace: trace.report, UsageError, "The verdicts are there once the `with` block has ended"),
+        (lambda trace: trace.engine(len, to_call=lambda x: x, to_output=len)([1]), SubjectError, "to_call must return an EngineCall"),
+        (
+            lambda trace: trace.engine(len, to_call=lambda x: EngineCall(prompt_ids=(1,), max_tokens=1), to_output=len)([1]),
+            UsageError,
+            "An engine call cannot be attributed",
+        ),
+        (lambda trace: trace.rollout(len, to_request=lambda x: x, to_record=len)([1]), SubjectError, "to_request must return a Request"),
+        (
+            lambda trace: trace.rollout(len, to_request=to_request, to_record=lambda n: n)([1]),
+            SubjectError,
+            "to_record must return a Rollout",
+        ),
+        (
+            lambda trace: trace.rollout(lambda p: Client(Engine()).rollout(p), to_request=to_request, to_record=to_record([9]))([1]),
+            SubjectError,
+            "to_record returned the rollout of request 'r9' for request 'r1'",
+        ),
+    ],
+)
+def test_misuse_is_told(misuse: Any, error: type[Exception], told: str) -> None:
+    """Each wrong call is an error of our own that says what was expected."""
+    with pytest.raises(error, match=told):
+        misuse(Recording(CONTRACT))
+
+
+def test_a_contract_is_required() -> None:
+    """What the stack promises cannot be left out or replaced by something else."""
+    with pytest.raises(UsageError, match=r"record\(\) takes the Contract that the stack promises, not dict"):
+        rollproof.record({})  # type: ignore[arg-type]
+
+
+def test_what_happened_to_servers_can_be_told() -> None:
+    """Weights, pauses, resumes, aborts and observations become events of their kind."""
+    recording = Recording(CONTRACT)
+    recording.weights(3, server="s1", flushed=True)
+    recording.pause("keep", clear_cache=True)
+    recording.resume()
+    recording.abort("r1")
+    recording.observation("r1", [4, 5])
+
+    assert ["weights", "pause", "resume", "abort", "observation"] == kinds(recording.recorded.events)
+
+
+def test_threads_may_record_at_once() -> None:
+    """Events of many threads get distinct, consecutive indexes."""
+    recording = Recording(CONTRACT)
+    threads = [threading.Thread(target=lambda n=n: recording.submit(Request(request_id=f"r{n}", prompt_ids=(n,)))) for n in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert list(range(40)) == [event.index for event in recording.recorded.events]
+    assert all(isinstance(event, Submit) for event in recording.recorded.events)
+
+
+def test_the_reply_is_stamped_behind_its_call() -> None:
+    """Wall time never runs backwards within a recording."""
+    with rollproof.record(CONTRACT) as trace:
+        wired(trace, Client(Engine()), [1, 2, 3])([1, 2, 3])
+    times = [event.time for event in trace.recorded.events]
+
+    assert sorted(times) == times
+    assert any(isinstance(event, Reply) for event in trace.recorded.events)
