@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rollproof.records import FinishReason
 
 if TYPE_CHECKING:
-    from rollproof.records import LogprobArray, Rollout
+    from rollproof.records import Rollout
     from rollproof.stitching import Stitched
     from rollproof.view import RequestView
 
@@ -43,10 +43,10 @@ class Delivery:
 
 def delivery(view: RequestView) -> Delivery | None:
     """The sample of a request beside its reference; ``None`` where no sample was handed over. Worked out once."""
-    found = view.memo.get("delivery")
-    if found is None:
-        found = view.memo["delivery"] = _delivery(view)
-    return found or None
+    if "delivery" not in view.memo:
+        view.memo["delivery"] = _delivery(view)
+    found: Delivery | None = view.memo["delivery"]
+    return found
 
 
 def missing_reason(view: RequestView) -> str:
@@ -54,10 +54,10 @@ def missing_reason(view: RequestView) -> str:
     return "no sample was handed over" if view.results else "the request never ended"
 
 
-def _delivery(view: RequestView) -> Delivery | bool:
+def _delivery(view: RequestView) -> Delivery | None:
     rollout = view.rollout
     if rollout is None:
-        return False
+        return None
     reference = view.stitched
     ids, got = reference.response_ids, rollout.response_ids
     why = _unreliable(view)
@@ -97,9 +97,3 @@ def _masked_from(rollout: Rollout, length: int) -> bool:
     """Whether all tokens behind ``length`` are masked out: a synthetic end-of-sequence, the environment's last word."""
     mask = rollout.loss_mask
     return mask is not None and len(mask) == len(rollout.response_ids) and not mask[length:].any()
-
-
-def logprob_values(values: LogprobArray) -> list[float]:
-    """The values as Python floats, which are faster than numpy's on the few tokens of a small case."""
-    out: list[float] = values.tolist()
-    return out

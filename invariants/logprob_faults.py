@@ -54,7 +54,7 @@ def _shifted(want: Sequence[float], got: Sequence[float], looked: Sequence[int])
         inside = [i for i in looked if 0 <= i - shift < len(want)]
         hits = sum(_near(got[i], want[i - shift]) for i in inside)
         if len(inside) > 1 and hits >= math.ceil(_MOST * len(inside)):
-            way = "later" if shift > 0 else "earlier"
+            way = "late" if shift > 0 else "early"
             return (
                 f"The values stand {count(abs(shift), 'token')} too {way} from response index {looked[0]} on: "
                 "one was dropped or doubled before it, or the shift between logits and labels was applied twice."

@@ -67,7 +67,8 @@ def _overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:
     return [
         (step, attempt)
         for step, attempt in pairs
-        if attempt.call.max_tokens is None or attempt.call.max_tokens > max(0, budget - step.spent)
+        if step.agree == step.sent  # else how much was spent is not known, and stitch.resume-prompt says so
+        and (attempt.call.max_tokens is None or attempt.call.max_tokens > max(0, budget - step.spent))
     ]
 
 
@@ -153,7 +154,7 @@ def finish_reason(view: RequestView, out: Collector) -> None:
 
 
 def _reason_holds(view: RequestView, found: Delivery, want: FinishReason | None, got: FinishReason | None) -> bool:
-    if got is want and got is not None:
+    if got is not None and got == want:
         return True
     if got is None:
         return False
@@ -161,10 +162,10 @@ def _reason_holds(view: RequestView, found: Delivery, want: FinishReason | None,
     unanswered = any(attempt.number > (found.reference.last if found.reference.last is not None else -1) for attempt in view.attempts)
     if want is None:
         return got in (FinishReason.ABORT, FinishReason.ERROR) or exhausted
-    if got is FinishReason.LENGTH and not exhausted:
+    if got == FinishReason.LENGTH and not exhausted:
         return True  # stitch.finish-length says so
     cut = found.count < len(found.reference.response_ids) or any(run.attempt < 0 for run in found.reference.runs)
-    if got is FinishReason.LENGTH and cut:
+    if got == FinishReason.LENGTH and cut:
         return True
     if want in (FinishReason.ABORT, FinishReason.ERROR):
         ended = got in (FinishReason.LENGTH, FinishReason.COMPLETED) and exhausted
@@ -206,7 +207,7 @@ def _reason_hint(want: FinishReason | None, got: FinishReason | None) -> str:
         return "Declare finish_reason=False where samples carry none; else filters for truncated and aborted samples see nothing."
     if want in (FinishReason.ABORT, FinishReason.ERROR):
         return "A fragment counts as a whole turn, and is rewarded and trained on as if the policy had ended it."
-    if want is FinishReason.STOP and got is FinishReason.LENGTH:
+    if want is FinishReason.STOP and got == FinishReason.LENGTH:
         return (
             "The end-of-sequence token was the last one of the budget: ask for the engine's reason before the length, "
             "else whole answers are filtered as cut."
@@ -228,7 +229,7 @@ def finish_length(view: RequestView, out: Collector) -> None:
     found = delivery(view)
     if found is None or not found.known:
         return out.absent(found.why if found else missing_reason(view))
-    if found.rollout.finish_reason is not FinishReason.LENGTH:
+    if found.rollout.finish_reason != FinishReason.LENGTH:
         return None
     out.exercised("ends by length")
     budget, reference = view.request.budget, found.reference

@@ -123,8 +123,6 @@ def _known_response(view: RequestView, step: Step) -> tuple[int, ...]:
 def no_call_after_end(view: RequestView, out: Collector) -> None:
     """Look for a call that was made although the turn had ended with ``stop``."""
     reference = view.stitched
-    if reference.broken is not None:
-        return out.absent("a call did not continue the sequence (stitch.resume-prompt)")
     late = [step for step in reference.steps if step.ended]
     if reference.finish_reason in (FinishReason.STOP, FinishReason.COMPLETED) or late:
         out.exercised("natural ends")

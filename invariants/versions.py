@@ -179,7 +179,7 @@ def _count_known(parts: Sequence[Sampler], out: Collector) -> bool:
         out.exercised("samples across versions" if several else "samples under one version")
         return True
     if any(part.accepted is not None for part in parts):
-        out.absent("the engines showed one version, or a wrong one, for tokens that several versions sampled")
+        out.absent("the versions of some tokens cannot be known: the engines showed none, a wrong one, or one for several")
         return True
     out.absent("which version sampled the tokens is not known")
     return False

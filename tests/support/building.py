@@ -123,6 +123,11 @@ class TraceBuilder:
             rollout = Rollout(request_id=request_id, prompt_ids=tuple(prompt), response_ids=tuple(response), **values)
         return self.add(Result(request_id=request_id, rollout=rollout, **event))
 
+    @property
+    def header(self) -> Header:
+        """What the trace will say about itself."""
+        return self._header
+
     def trace(self) -> Trace:
         """What was recorded."""
         return self._recorder.trace(self._header)

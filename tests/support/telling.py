@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rollproof.checks import CheckResult, Finding, Registry, Verdict
+from rollproof.checks import CheckResult, Finding, Registry, Verdict, default_registry
 from rollproof.invariants import lifecycle, weights
 from rollproof.judge import judge
 from rollproof.oracle import Oracle
@@ -61,7 +61,7 @@ class Teller(TraceBuilder):
 
 def check(check_id: str, trace: Trace | TraceBuilder, oracle: Oracle | None = None) -> CheckResult:
     """What one check says of a trace."""
-    return judge(trace.trace() if isinstance(trace, TraceBuilder) else trace, REGISTRY.select([check_id]), oracle)[check_id]
+    return judge(trace.trace() if isinstance(trace, TraceBuilder) else trace, default_registry().select([check_id]), oracle)[check_id]
 
 
 def passes(check_id: str, trace: Trace | TraceBuilder, **counters: int) -> None:

@@ -1,0 +1,168 @@
+"""Told rollouts: a request, its engine calls one after another, and the sample that a correct stack makes of them.
+
+The sample is made by plain concatenation, so that it does not depend on the reference stitch that it tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollproof.checks import Registry
+from rollproof.invariants import stitch, versions
+from rollproof.judge import judge
+from rollproof.oracle import Oracle
+from rollproof.records import FinishReason, Span, Version
+from rollproof.trace import Trace
+from tests.support.building import TraceBuilder
+from tests.support.telling import Teller
+
+__all__ = ["REGISTRY", "Part", "blamed", "tell"]
+
+REGISTRY = Registry([*stitch.CHECKS, *versions.CHECKS])
+_SAME = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One engine call: what it sampled, under which weights, how it ended.
+
+    ``shown`` is the label that the engine shows (the true one unless given), ``said`` what the environment says before the
+    call, ``lost`` whether the reply is lost on its way, ``anew`` whether the call starts again from the prompt. ``call``
+    and ``reply`` override fields of the two events, ``output`` those of the engine's output.
+    """
+
+    tokens: tuple[int, ...] = ()
+    reason: str = "abort"
+    version: int | str = 0
+    shown: Any = _SAME
+    logprobs: bool = True
+    said: tuple[int, ...] = ()
+    lost: bool = False
+    anew: bool = False
+    server: str = "s0"
+    call: Mapping[str, Any] = field(default_factory=dict)
+    reply: Mapping[str, Any] = field(default_factory=dict)
+    output: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Known:
+    """What the stack has so far."""
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    mask: tuple[int, ...] = ()
+    labels: tuple[Version, ...] = ()
+    calls: tuple[Version, ...] = ()
+    turn: int = 0
+
+
+def tell(
+    *parts: Part,
+    request_id: str = "r0",
+    prompt: tuple[int, ...] = (1, 2),
+    budget: int | None = 8,
+    labels: Mapping[int | str, Version] | None = None,
+    request: Mapping[str, Any] | None = None,
+    sample: Mapping[str, Any] | None = None,
+    event: Mapping[str, Any] | None = None,
+    recorded: bool = True,
+    teller: Teller | None = None,
+    **contract: Any,
+) -> Teller:
+    """The whole story of one request, told correctly; ``sample`` overrides fields of the delivered sample.
+
+    ``labels`` maps versions to the labels under which they are published (their own number unless given); ``recorded`` is
+    whether the environment's words are recorded as observations; ``teller`` continues an earlier story.
+    """
+    out = teller if teller is not None else Teller(**contract)
+    labels = labels or {}
+    out.submit(request_id, prompt, budget, **(request or {}))
+    known, serving = _Known(), _serving(out)
+    for part in parts:
+        if serving.get(part.server) != part.version:
+            out.weights(part.version, part.server, label=labels.get(part.version, part.version))  # type: ignore[arg-type]
+            serving[part.server] = part.version
+        _call(out, part, request_id, prompt, budget, known, labels.get(part.version, part.version), recorded)
+    last = next((part for part in reversed(parts) if not part.lost), None)
+    made = _sample(out, known, last.reason if last is not None else "abort")
+    out.result(request_id=request_id, prompt=prompt, event=dict(event or {}), **{**made, **(sample or {})})
+    return out
+
+
+def blamed(trace: Trace | TraceBuilder, oracle: Oracle | None = None) -> set[str]:
+    """The checks on stitching and versions that find something. A check that crashes fails the test."""
+    judgement = judge(trace.trace() if isinstance(trace, TraceBuilder) else trace, REGISTRY, oracle)
+    assert not [(result.id, result.reason) for result in judgement.results if "crashed" in result.reason]
+    return set(judgement.failed)
+
+
+def _serving(out: Teller) -> dict[str, Any]:
+    if not hasattr(out, "serving"):
+        out.serving = {}  # type: ignore[attr-defined]
+    found: dict[str, Any] = out.serving  # type: ignore[attr-defined]
+    return found
+
+
+def _call(
+    out: Teller,
+    part: Part,
+    request_id: str,
+    prompt: tuple[int, ...],
+    budget: int | None,
+    known: _Known,
+    label: Version,
+    recorded: bool,
+) -> None:
+    if part.anew:
+        known.__init__()  # type: ignore[misc]
+    if part.said:
+        if recorded:
+            out.observe(*part.said, request_id=request_id)
+        _extend(known, part.said, (np.nan,) * len(part.said), 0, None)
+        known.turn = len(known.ids)
+    left = None if budget is None else budget - (len(known.ids) - known.turn)
+    call = out.call(**{"prompt": prompt + known.ids, "request_id": request_id, "max_tokens": left, "server": part.server, **part.call})
+    count = len(part.tokens)
+    values = tuple(-(0.25 + 0.5 * i + 0.125 * len(known.ids)) for i in range(count))
+    shown = label if part.shown is _SAME else part.shown
+    output = {"logprobs": np.array(values) if part.logprobs and count else None, "version": shown, **part.output}
+    spans = (Span(start=0, end=count, version=part.version),) if count else ()
+    out.reply(call, part.tokens, part.reason, output=output, **{"true_tokens": spans, "delivered": not part.lost, **part.reply})
+    if part.lost:
+        return
+    _extend(known, part.tokens, values if part.logprobs else (np.nan,) * count, 1, label)
+    if count:
+        known.calls += (label,)
+
+
+def _extend(known: _Known, ids: tuple[int, ...], logprobs: tuple[float, ...], own: int, label: Version) -> None:
+    known.ids += ids
+    known.logprobs += logprobs
+    known.mask += (own,) * len(ids)
+    known.labels += (label,) * len(ids)
+
+
+def _sample(out: Teller, known: _Known, reason: str) -> dict[str, Any]:
+    contract = out.header.contract
+    sampled = [label for label, own in zip(known.labels, known.mask, strict=True) if own]
+    numbers = [label for label in sampled if label is not None]
+    spans = tuple(Span(start=i, end=i + 1, version=label) for i, label in enumerate(known.labels))
+    tags: dict[str, dict[str, Any]] = {
+        "sample": {"version": sampled[-1] if sampled else None},
+        "min-max": {"min_version": min(numbers, default=None), "max_version": max(numbers, default=None)},  # type: ignore[type-var]
+        "call": {"call_versions": known.calls},
+        "span": {"spans": spans},
+        "token": {"token_versions": known.labels},
+    }
+    return {
+        "response": known.ids,
+        "logprobs": np.array(known.logprobs) if contract.logprobs != "none" else None,
+        "loss_mask": np.array(known.mask, dtype=np.int64) if contract.loss_mask else None,
+        "finish_reason": FinishReason(reason),
+        **tags.get(contract.versions, {}),
+    }
