@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollproof.checks import Collector, request_check
-from rollproof.contract import Filler, Provenance, Rows
+from rollproof.contract import Filler, Provenance, ResumeBy, Rows
 from rollproof.invariants import route_evidence
 from rollproof.invariants.route_evidence import is_filler
 from rollproof.invariants.route_strays import Stray, group_of
@@ -21,6 +21,7 @@ __all__ = ["CHECKS"]
 _NEEDS = "a delivered sample with routes of the right shape and count, and the replies with routes"
 _COMPARED = "rows compared"
 _RESUMED = "rows of resumed samples"
+_WHOLE = "rows of samples that the contract lets nobody resume"
 _BESIDE = "rows compared beside other requests"
 
 
@@ -89,19 +90,18 @@ def _layer(view: RequestView, out: Collector) -> None:
 
 @request_check(
     "routes.provenance",
-    promise="Every row of a resumed sample comes from the segment that the contract declares, boundary rows included.",
-    needs=_NEEDS + "; more than one call",
-    exercised_by=_RESUMED,
+    promise="Every row comes from the segment that the contract declares, boundary rows included, and was not computed anew.",
+    needs=_NEEDS + "; more than one call, where the contract lets the client resume",
+    exercised_by=(_RESUMED, _WHOLE),
     applies=has_routes,
 )
 def _provenance(view: RequestView, out: Collector) -> None:
-    if needs_rows(view) is None and not view.resumed:
+    group = group_of(view, Stray.PROVENANCE) if needs_rows(view) is None else None
+    if group is None and not view.resumed and view.contract.resume is ResumeBy.CLIENT:
         out.absent("no sample was resumed")
-        if group_of(view, Stray.PROVENANCE) is None:
-            return
-    elif not _compared(view, out, _RESUMED):
         return
-    group = group_of(view, Stray.PROVENANCE)
+    if not _compared(view, out, _RESUMED if view.resumed else _WHOLE):
+        return
     if group is None:
         return
     first = int(group.positions[0])
