@@ -163,7 +163,7 @@ async def _sync_twice(shot: Shot) -> None:
 
 
 async def _skew(shot: Shot) -> None:
-    await shot.fleet.sync(shot.fleet.train(), servers=(shot.action.server or shot.call.server_id,))
+    await shot.fleet.skew(shot.fleet.train(), shot.action.server or shot.call.server_id)
 
 
 async def _relabel(shot: Shot) -> None:

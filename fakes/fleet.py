@@ -69,7 +69,7 @@ class Fleet:
         }
         self.balancer = Balancer(tuple(self.servers))
         self._labels = case.first_version
-        self._trained = case.first_version
+        self._trained = self._claimed = case.first_version
         self._true: dict[int, int] = {}
         self._synced: tuple[int, Version] = (case.first_version, case.first_version)
         self._lock = asyncio.Lock()
@@ -120,8 +120,15 @@ class Fleet:
 
     async def update(self, label: int | None) -> bool:
         """One weight update by the updater; whether it worked. What it raises is recorded as a fault, not raised."""
+        return await self._tried(lambda: self._updater(label))
+
+    async def skew(self, label: int, server_id: str) -> bool:
+        """The default update of one server alone; the others follow at the next sync."""
+        return await self._tried(lambda: self.sync(label, servers=(server_id,)))
+
+    async def _tried(self, update: Callable[[], Awaitable[None] | None]) -> bool:
         try:
-            done = self._updater(label)
+            done = update()
             if inspect.isawaitable(done):
                 await done
         except RollproofError:
@@ -146,12 +153,8 @@ class Fleet:
         ``version`` is the label to publish (``None``: no label). Whatever fails, the servers are resumed. Raises what
         the transfer raised; a server that dies meanwhile is left out.
         """
+        true = self._claim(version)
         async with self._lock:
-            if version is None and self._trained == self._synced[0]:
-                self.train()
-            true = self.weights_of(version)
-            self._labels = max(self._labels, version or 0)
-            self._trained = max(self._trained, true)
             targets = [server for server in map(self._server, servers or self.servers) if server.alive]
             mode = self.pause_mode if mode is None else mode
             clear = self.clear_cache if clear_cache is None else clear_cache
@@ -202,6 +205,16 @@ class Fleet:
         for server in self.servers.values():
             out.update(server.gauges())
         return out
+
+    def _claim(self, label: int | None) -> int:
+        """The weights that a sync will load: fixed when it is asked for, however long it then waits for its turn."""
+        if label is None and self._trained <= self._claimed:
+            self.train()
+        true = self.weights_of(label)
+        self._labels = max(self._labels, label or 0)
+        self._trained = max(self._trained, true)
+        self._claimed = max(self._claimed, true)
+        return true
 
     def _server(self, server_id: str) -> FakeEngine:
         try:

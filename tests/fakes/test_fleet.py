@@ -279,6 +279,29 @@ def test_sync_resumes_whatever_fails() -> None:
     on_clock(main)
 
 
+def test_updates_that_wait_for_their_turn_load_what_they_were_asked_to() -> None:
+    """Several updates at once, with and without a label, load each weights once, in the order in which they were asked for."""
+    trace = ran(
+        *(act(kind, 1, request=request) for kind in (ActionKind.SYNC_TWICE, ActionKind.SYNC_UNLABELLED) for request in ("r0", "r1")),
+        requests=(R0, R1),
+        pause_mode=PauseMode.WAIT,
+    )
+    assert [event.version for event in seen(trace, Weights)] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_skewed_update_may_fail_as_well() -> None:
+    """A transfer that breaks while only one server is updated is a fault of the run, not the end of it."""
+
+    async def main() -> None:
+        fleet = fleet_of(servers=2)
+        fleet.servers["s1"].fail_next_load = True
+        assert not await fleet.skew(fleet.train(), "s1")
+        assert await fleet.skew(fleet.train(), "s1")
+        assert [server.version for server in fleet.servers.values()] == [0, 2]
+
+    on_clock(main)
+
+
 def test_sync_leaves_out_the_dead() -> None:
     """A dead server does not stop an update of the others, nor does one that dies in the middle."""
 
