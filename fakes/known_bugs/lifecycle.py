@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -103,9 +104,10 @@ class _Hedges(AsSampled):
             self._loser = asyncio.ensure_future(self._again(server_id, sample, sent, budget))
         return await super().call(server_id, sample, sent, budget)
 
-    async def _again(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+    async def _again(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> None:
         await asyncio.sleep(2.5)
-        return await super().call(server_id, sample, sent, budget)
+        with suppress(ConnectionError):
+            await super().call(server_id, sample, sent, budget)
 
 
 class _RetryOutlives(AsSampled):
@@ -119,7 +121,8 @@ class _RetryOutlives(AsSampled):
 
     async def _late(self, sample: Sample) -> None:
         await self.wait()
-        await self.call("s0", sample, sample.ids, 2)
+        with suppress(ConnectionError):
+            await self.call("s0", sample, sample.ids, 2)
 
 
 class _AsksForNothing(AsSampled):
