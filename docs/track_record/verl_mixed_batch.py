@@ -2,9 +2,8 @@
 
 import asyncio
 
+import numpy as np
 from verl_stub import VERSION, agent_loop, batch
-
-import numpy as np  # noqa: E402
 
 
 def sample(routes):

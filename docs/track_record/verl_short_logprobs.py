@@ -8,4 +8,10 @@ out = agent_loop.AgentLoopOutput(
     prompt_ids=[1, 2], response_ids=[3, 4, 5], response_mask=[1, 1, 1], response_logprobs=[-1.5], metrics={}, extra_fields={}
 )
 tensors = asyncio.run(batch([out])).batch
-print(VERSION, "1 logprob for 3 tokens; rollout_log_probs", tensors["rollout_log_probs"][0, :3].tolist(), "mask", tensors["response_mask"][0, :3].tolist())
+print(
+    VERSION,
+    "1 logprob for 3 tokens; rollout_log_probs",
+    tensors["rollout_log_probs"][0, :3].tolist(),
+    "mask",
+    tensors["response_mask"][0, :3].tolist(),
+)

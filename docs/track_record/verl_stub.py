@@ -13,13 +13,13 @@ import numpy as np
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.disable(logging.WARNING)
 
-import verl  # noqa: E402
-import verl.experimental.agent_loop.agent_loop as agent_loop  # noqa: E402
-from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop  # noqa: E402
-from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser  # noqa: E402
-from verl.tools.schemas import ToolResponse  # noqa: E402
-from verl.workers.rollout import llm_server  # noqa: E402
-from verl.workers.rollout.replica import TokenOutput  # noqa: E402
+import verl
+import verl.experimental.agent_loop.agent_loop as agent_loop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
+from verl.tools.schemas import ToolResponse
+from verl.workers.rollout import llm_server
+from verl.workers.rollout.replica import TokenOutput
 
 if hasattr(llm_server, "FullyAsyncLLMServerClient"):
     Client = llm_server.FullyAsyncLLMServerClient

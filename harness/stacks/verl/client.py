@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollproof.contract import Contract
+from rollproof.fakes.fleet import CURRENT_REQUEST
 from rollproof.fakes.ray_face import RayHandle
 from rollproof.lending import lend
 from rollproof.records import Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks.verl.server import VerlServer, finish_reason_of, servers_of
+from rollproof.stacks.verl.server import Lengths, VerlServer, finish_reason_of, servers_of
 from rollproof.stacks.verl.settings import client_contract, config_of, lengths_of
 from rollproof.stacks.verl.versions import Verl
 from rollproof.trace import PauseMode
@@ -33,13 +34,16 @@ class Answer:
 class VerlHost:
     """verl's servers, load balancer and clients over a fleet: what every part of verl stands on.
 
-    There is one client per configured response length: a client has one configuration, the requests of a case may differ.
+    ``response_of`` gives the configured response length for a request. There is one client per length: a client has one
+    configuration, the requests of a case may differ.
     """
 
-    def __init__(self, fleet: Fleet, verl: Verl) -> None:
+    def __init__(self, fleet: Fleet, verl: Verl, response_of: Callable[[Request], int | None]) -> None:
         self.fleet = fleet
         self.verl = verl
-        self.servers: dict[str, VerlServer] = servers_of(fleet, verl, lengths_of(fleet.case, None))
+        self.response_of = response_of
+        self._responses = {request.request_id: response_of(request) for request in fleet.case.requests}
+        self.servers: dict[str, VerlServer] = servers_of(fleet, verl, self._lengths)
         self.balancer = verl.balancer({name: RayHandle(server) for name, server in self.servers.items()})
         self._handle = RayHandle(self.balancer)
         self._clients: dict[int | None, Any] = {}
@@ -47,16 +51,18 @@ class VerlHost:
         # since 0.9.1 the balancer draws among equals from the global generator: seeded here so that a case has one trace
         random.seed(fleet.case.seed)
 
-    def config(self, response: int | None) -> Any:
-        """The configuration with this response length."""
+    def config(self, request: Request) -> Any:
+        """The configuration for ``request``."""
+        response = self.response_of(request)
         if response not in self._configs:
             self._configs[response] = config_of(self.fleet.case, self.verl, lengths_of(self.fleet.case, response))
         return self._configs[response]
 
-    def client(self, response: int | None) -> Any:
-        """verl's client with this response length."""
+    def client(self, request: Request) -> Any:
+        """The client of verl for ``request``."""
+        response = self.response_of(request)
         if response not in self._clients:
-            self._clients[response] = self.verl.client(config=self.config(response), load_balancer_handle=self._handle)
+            self._clients[response] = self.verl.client(config=self.config(request), load_balancer_handle=self._handle)
         return self._clients[response]
 
     async def sync(self, version: int | None) -> None:
@@ -68,6 +74,9 @@ class VerlHost:
     def gauges(self) -> dict[str, float]:
         """Requests in flight, as the balancer counts them."""
         return {"verl balancer/in flight": float(self.balancer.get_status()["total_inflight"])}
+
+    def _lengths(self) -> Lengths:
+        return lengths_of(self.fleet.case, self._responses.get(CURRENT_REQUEST.get() or ""))
 
 
 def sampling_of(request: Request) -> dict[str, Any]:
@@ -93,12 +102,12 @@ class ClientSubject:
         """Put verl's servers before the fleet's engines."""
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
-        self._host = VerlHost(fleet, self._verl)
+        self._host = VerlHost(fleet, self._verl, lambda request: request.limit)
         self.contract = client_contract(fleet)
 
     async def rollout(self, request: Request) -> Answer:
         """``generate``; what the caller hands in is lent, so that a change to it is noticed."""
-        output = await self._host.client(request.limit).generate(
+        output = await self._host.client(request).generate(
             request_id=request.request_id,
             prompt_ids=lend("prompt_ids", list(request.prompt_ids)),
             sampling_params=lend("sampling_params", sampling_of(request)),

@@ -26,10 +26,10 @@ class IdTokenizer:
     """What verl asks of a Hugging Face tokenizer, over texts made by ``spell``. ``turns`` are the answers still to be given."""
 
     pad_token_id = PAD_ID
-    eos_token_id = 0
 
-    def __init__(self, turns: Sequence[tuple[int, ...]] = ()) -> None:
+    def __init__(self, turns: Sequence[tuple[int, ...]] = (), eos_token_id: int = 0) -> None:
         self.turns = [tuple(turn) for turn in turns]
+        self.eos_token_id = eos_token_id
         self.padding_side = "right"
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **_options: Any) -> list[int]:
@@ -44,9 +44,7 @@ class IdTokenizer:
         """The text of ``ids``."""
         return spell(ids)
 
-    def pad(
-        self, encoded: Mapping[str, list[int]], *, max_length: int, return_attention_mask: bool, **_options: Any
-    ) -> dict[str, Any]:
+    def pad(self, encoded: Mapping[str, list[int]], *, max_length: int, return_attention_mask: bool, **_options: Any) -> dict[str, Any]:
         """Tensors ``(1, max_length)``, padded on ``padding_side``; longer sequences stay longer, as in transformers."""
         import torch
 
@@ -61,14 +59,13 @@ class IdTokenizer:
 
 
 class IdTool:
-    """The environment as a tool of verl's: each call appends the next of the request's turns. ``on_answer`` is told which."""
+    """The environment as a tool of verl's: each call gives the next of the request's turns."""
 
     name = TOOL_NAME
 
-    def __init__(self, tokenizer: IdTokenizer, response: Any, on_answer: Any) -> None:
+    def __init__(self, tokenizer: IdTokenizer, response: Any) -> None:
         self._tokenizer = tokenizer
         self._response = response
-        self._on_answer = on_answer
         self.tool_schema = SimpleNamespace(model_dump=lambda **_options: {"type": "function", "function": {"name": TOOL_NAME}})
 
     async def create(self, create_kwargs: Mapping[str, Any] | None = None) -> tuple[str, None]:
@@ -77,20 +74,22 @@ class IdTool:
 
     async def execute(self, instance_id: str, arguments: Mapping[str, Any], **_context: Any) -> tuple[Any, float, dict[str, Any]]:
         """The next answer of the environment."""
-        turn = self._tokenizer.turns.pop(0)
-        self._on_answer(turn)
-        return self._response(text=spell(turn)), 0.0, {}
+        return self._response(text=spell(self._tokenizer.turns.pop(0))), 0.0, {}
 
     async def release(self, instance_id: str) -> None:
         """Nothing to free."""
 
 
 def parser_of(base: Any, function_call: Any, name: str) -> Any:
-    """Register and return a ``ToolParser`` of verl's that calls the tool after each turn of the model while answers are left."""
+    """Register and return a ``ToolParser`` of verl's that calls the tool while answers are left.
+
+    A turn that was cut off holds no whole tool call, so only one that ends by itself (on the tokenizer's ``eos_token_id``) has one.
+    """
 
     class TurnParser(base):  # type: ignore[misc]  # the base is verl's, known at run time only
         async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[Any]]:
-            calls = [function_call(name=TOOL_NAME, arguments="{}")] if self.tokenizer.turns else []
+            ended = responses_ids[-1:] == [self.tokenizer.eos_token_id]
+            calls = [function_call(name=TOOL_NAME, arguments="{}")] if ended and self.tokenizer.turns else []
             return self.tokenizer.decode(responses_ids), calls
 
     return base.register(name)(TurnParser)

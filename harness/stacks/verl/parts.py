@@ -1,33 +1,68 @@
-"""The parts of verl that are judged, as factories of subjects."""
+"""The parts of verl that are judged, as factories of subjects, each with the schedules that fit it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollproof.case import Case
+from rollproof.schedules import Limits, profile_named, random_cases
+from rollproof.stacks.verl.agent_loop import AgentLoopSubject
+from rollproof.stacks.verl.checkpoint import CheckpointSubject
 from rollproof.stacks.verl.client import ClientSubject
 from rollproof.stacks.verl.server import CONVENTIONS
 from rollproof.stacks.verl.versions import Verl
 
 __all__ = ["Part", "parts_of"]
 
+_TURNS = 3
+_TURN_TOKENS = 4
+"""On average a turn ends after so many tokens: without natural ends there is one turn only."""
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A factory of subjects, with the flavours that it speaks."""
+    """A factory of subjects. ``turns``: requests get up to so many answers of the environment; ``media``: they may carry media."""
 
     name: str
     make: Callable[[], Any]
+    turns: int = 0
+    media: bool = True
     flavours: tuple[str, ...] = tuple(CONVENTIONS)
 
     def __call__(self) -> Any:
         """A fresh subject."""
         return self.make()
 
+    def cases(self, profile: str, seed: int | None = None) -> Iterator[Case]:
+        """The profile's schedules, restricted to what the part can be asked for, and multi-turn ones where it has turns."""
+        from rollproof.campaign import cases_for
+        from rollproof.probing import probe
+
+        settings = profile_named(profile)
+        used = settings.seed_for(seed)
+        for case in cases_for(self, profile=profile, seed=used, flavours=self.flavours):
+            yield case if self.media else _without_media(case)
+        if not self.turns:
+            return
+        share = max(1, settings.random_cases // len(self.flavours))
+        for flavour, contract, model in probe(self, self.flavours):
+            for case in random_cases(used, share, flavour=flavour, contract=contract, model=model, limits=Limits(turns=self.turns)):
+                talkative = replace(case, model=replace(case.model, eos_every=_TURN_TOKENS))
+                yield talkative if self.media else _without_media(talkative)
+
+
+def _without_media(case: Case) -> Case:
+    return replace(case, requests=tuple(replace(request, media=None) for request in case.requests))
+
 
 def parts_of(verl: Verl) -> Mapping[str, Part]:
     """All parts, by name."""
-    parts = (Part("client", lambda: ClientSubject(verl)),)
+    parts = (
+        Part("client", lambda: ClientSubject(verl)),
+        Part("single-turn-agent-loop", lambda: AgentLoopSubject(verl, multi_turn=False), media=False),
+        Part("tool-agent-loop", lambda: AgentLoopSubject(verl, multi_turn=True), turns=_TURNS, media=False),
+        Part("checkpoint-manager", lambda: CheckpointSubject(verl)),
+    )
     return {part.name: part for part in parts}

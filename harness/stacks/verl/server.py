@@ -6,6 +6,7 @@ written anew here, from ``vllm_async_server.py`` and ``async_sglang_server.py``:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,7 @@ _REASONS: Mapping[str, FinishReason] = {
 
 
 def finish_reason_of(stop_reason: str | None) -> FinishReason | None:
-    """verl's ``stop_reason`` as a finish reason; one that verl's servers do not use is an error."""
+    """``stop_reason`` of verl as a finish reason; one that verl's servers do not use is an error."""
     return None if stop_reason is None else _REASONS.get(stop_reason, FinishReason.ERROR)
 
 
@@ -117,10 +118,13 @@ def _routes(output: EngineOutput, convention: ServerConvention, facts: VerlVersi
 class VerlServer:
     """The actor that verl's client calls, over one fake engine. Its methods are those of verl's server classes.
 
-    ``global_steps`` is the last label that was published here: an update without a step leaves it as it is.
+    ``lengths`` gives the configured lengths for the request that the running task works for. ``global_steps`` is the last
+    label that was published here: an update without a step leaves it as it is.
     """
 
-    def __init__(self, engine: FakeEngine, verl: Verl, convention: ServerConvention, lengths: Lengths, *, want_routes: bool) -> None:
+    def __init__(
+        self, engine: FakeEngine, verl: Verl, convention: ServerConvention, lengths: Callable[[], Lengths], *, want_routes: bool
+    ) -> None:
         self.engine = engine
         self._verl = verl
         self._convention = convention
@@ -156,7 +160,7 @@ class VerlServer:
         want_logprobs = bool(sampling.pop("logprobs", False))
         output = await self.engine.generate(
             prompt_ids=list(prompt_ids),
-            max_tokens=self._lengths.budget(limits[0] if limits else None, len(prompt_ids), self._convention.least),
+            max_tokens=self._lengths().budget(limits[0] if limits else None, len(prompt_ids), self._convention.least),
             sampling=sampling,
             media=image_data[0] if image_data else None,
             want_routes=self._want_routes,
@@ -183,14 +187,16 @@ class VerlServer:
         self.engine.reset_prefix_cache()
 
     async def release_kv_cache(self) -> None:
-        """The pause has dropped the cache already."""
+        """Give the memory of the cache back, which takes one step; the pause has emptied it already."""
+        await asyncio.sleep(self.engine.options.step)
 
     async def resume_kv_cache(self) -> None:
-        """The cache comes back empty."""
+        """The memory comes back, in one step, and is empty."""
+        await asyncio.sleep(self.engine.options.step)
         self.engine.reset_prefix_cache()
 
     def _tag(self, output: EngineOutput) -> Version:
-        """verl's server reads its step when the engine has answered: the label under which the last token was sampled.
+        """The step that verl's server reads when the engine has answered: the label of its last token.
 
         Taken from the engine's answer where it says so, because a reply that the case delays was tagged before its journey.
         """
@@ -199,9 +205,7 @@ class VerlServer:
         return now if shown is None or not output.token_ids else shown
 
 
-def servers_of(
-    fleet: Fleet, verl: Verl, lengths: Lengths, *, make: Callable[..., VerlServer] = VerlServer
-) -> dict[str, VerlServer]:
+def servers_of(fleet: Fleet, verl: Verl, lengths: Lengths, *, make: Callable[..., VerlServer] = VerlServer) -> dict[str, VerlServer]:
     """A server of verl's over each engine of the fleet, by id. Routes are on for all calls where any request wants them."""
     convention = CONVENTIONS[fleet.flavour.name]
     wanted = any(request.want_routes for request in fleet.case.requests)

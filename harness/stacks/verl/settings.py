@@ -23,8 +23,11 @@ _ROOM = 1024
 
 
 def lengths_of(case: Case, response: int | None) -> Lengths:
-    """Lengths for requests whose configured response length is ``response`` (``None``: roomy)."""
-    prompt = max(len(request.prompt_ids) for request in case.requests)
+    """Lengths for requests whose configured response length is ``response`` (``None``: roomy).
+
+    The prompt length also bounds what a tool may answer (agent loops of 0.8.0 cut both to it), so it is that of the longest of either.
+    """
+    prompt = max(len(ids) for request in case.requests for ids in (request.prompt_ids, *request.turns))
     length = _ROOM if response is None else response
     environment = max(sum(map(len, request.turns)) for request in case.requests)
     return Lengths(prompt=prompt, response=length, model=prompt + environment + 2 * max(length, _longest(case.requests)))
@@ -66,7 +69,7 @@ def client_contract(fleet: Fleet) -> Contract:
     """What verl's client promises on the fleet's flavour.
 
     A resumed sample keeps each segment's own routes (verl#6046). Tags are ``min_global_steps`` and ``max_global_steps``. With
-    partial rollout off an aborted sample comes out with its ``stop_reason``.
+    partial rollout off an aborted sample comes out with its ``stop_reason``. Logprobs are the engine's.
     """
     model = fleet.case.model
     return Contract(

@@ -1,0 +1,130 @@
+"""verl's agent loops, ``ToolAgentLoop`` and ``SingleTurnAgentLoop``, on verl's own resume client, as subjects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollproof.contract import Contract, MissingLogprobs, PartialOff, Rows
+from rollproof.lending import lend
+from rollproof.records import Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.stacks.verl.client import Answer, VerlHost
+from rollproof.stacks.verl.dialogue import IdTokenizer, IdTool, parser_of, spell
+from rollproof.stacks.verl.settings import PARSER, client_contract
+from rollproof.stacks.verl.versions import Verl
+from rollproof.trace import Observation, PauseMode
+
+if TYPE_CHECKING:
+    from rollproof.fakes.fleet import Fleet
+
+__all__ = ["AgentLoopSubject"]
+
+
+class AgentLoopSubject:
+    """One request is one ``run`` of an agent loop. ``multi_turn`` chooses ``ToolAgentLoop``, which answers ``request.turns``.
+
+    verl configures one length for the whole response, tools included: the request's budget.
+    """
+
+    contract: Contract
+
+    def __init__(self, verl: Verl, *, multi_turn: bool) -> None:
+        self._verl = verl
+        self._loop_class = verl.tool_agent_loop if multi_turn else verl.single_turn_agent_loop
+        self._multi_turn = multi_turn
+
+    def start(self, fleet: Fleet) -> None:
+        """Put verl's servers before the fleet's engines, and make the tool parser known to verl."""
+        fleet.pause_mode = PauseMode.ABORT
+        fleet.clear_cache = True
+        self._fleet = fleet
+        self._host = VerlHost(fleet, self._verl, lambda request: request.budget)
+        parser_of(self._verl.tool_parser, self._verl.function_call, PARSER)
+        self.contract = loop_contract(fleet, multi_turn=self._multi_turn)
+
+    async def rollout(self, request: Request) -> Answer:
+        """Run the loop over the request's prompt; its output has no reason for its end."""
+        tokenizer = IdTokenizer(request.turns if self._multi_turn else (), self._fleet.policy.eos_id)
+        config = self._host.config(request)
+        loops = self._verl.agent_loop
+        loop = self._loop_class(
+            trainer_config=loops.DictConfigWrap(config),
+            server_manager=_Witness(self._host.client(request), request, self._fleet),
+            tokenizer=tokenizer,
+            processor=None,
+            dataset_cls=object,
+            data_config=loops.DictConfigWrap(config.data),
+            tools=loops.ToolListWrap([IdTool(tokenizer, self._verl.tool_response)]),
+        )
+        loop.loop = asyncio.get_running_loop()
+        sampling = lend("sampling_params", {**request.sampling, "logprobs": request.want_logprobs})
+        messages = lend("raw_prompt", [{"role": "user", "content": spell(request.prompt_ids)}])
+        return Answer(request=request, output=await loop.run(sampling, raw_prompt=messages))
+
+    async def update_weights(self, version: int | None) -> None:
+        """As verl's checkpoint engine does it, without its worker groups (the checkpoint-manager part has them)."""
+        await self._host.sync(version)
+
+    def to_record(self, native: Answer) -> Rollout:
+        """An ``AgentLoopOutput`` as a rollout."""
+        output = native.output
+        return Rollout(
+            request_id=native.request.request_id,
+            prompt_ids=as_tokens(output.prompt_ids, what="prompt_ids"),
+            response_ids=as_tokens(output.response_ids, what="response_ids"),
+            finish_reason=None,
+            logprobs=as_logprobs(output.response_logprobs),
+            loss_mask=np.array(output.response_mask, dtype=np.int64),
+            routes=as_routes(output.routed_experts),
+            min_version=output.extra_fields.get("min_global_steps"),
+            max_version=output.extra_fields.get("max_global_steps"),
+        )
+
+    def stop(self) -> None:
+        """Nothing to free."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """As the host counts."""
+        return self._host.gauges()
+
+
+def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
+    """What an agent loop promises: what its client does, and a loss mask that is 0 on the environment's tokens.
+
+    A multi-turn loop records no rows after the last turn of the model, by design (``AgentLoopOutput.as_dict`` says so). With
+    partial rollout off, verl's client says that "aborted samples will be dropped" (llm_server.py); the loop's output has
+    no field that could say that one was cut, so dropping is what is left.
+    """
+    return replace(
+        client_contract(fleet),
+        rows=Rows.CAPTURED_PREFIX if multi_turn else Rows.FORWARDED,
+        abort_surfaces=False,
+        finish_reason=False,
+        loss_mask=True,
+        missing_logprobs=MissingLogprobs.MASKED,
+        partial_off=PartialOff.DROPPED,
+    )
+
+
+class _Witness:
+    """Stands between a loop and verl's client, and records what the loop added to the sequence since the last answer."""
+
+    def __init__(self, client: Any, request: Request, fleet: Fleet) -> None:
+        self._client = client
+        self._request = request
+        self._fleet = fleet
+        self._known: list[int] | None = None
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **call: Any) -> Any:
+        """``generate`` of verl's client."""
+        known = self._known
+        if known is not None and prompt_ids[: len(known)] == known and len(prompt_ids) > len(known):
+            added = tuple(prompt_ids[len(known) :])
+            self._fleet.recorder.record(Observation(request_id=self._request.request_id, token_ids=added))
+        output = await self._client.generate(request_id, prompt_ids=prompt_ids, **call)
+        self._known = [*prompt_ids, *output.token_ids]
+        return output
