@@ -96,7 +96,8 @@ class Check:
 
     ``id`` is ``family.name``. ``promise`` is one sentence, ``needs`` the data that the trace must hold, ``exercised_by``
     the names of the counters that the check may count: it is exercised when one of them is above zero. Exactly one
-    of ``request`` and ``trace`` is set. ``since`` is the release that introduced it.
+    of ``request`` and ``trace`` is set. ``since`` is the release that introduced it. ``about`` names the traces that it
+    judges (``Header.about``).
     """
 
     id: str
@@ -104,6 +105,7 @@ class Check:
     needs: str
     exercised_by: tuple[str, ...]
     since: str = "0.1"
+    about: str = "rollouts"
     applies: Applies | None = None
     request: RequestJudge | None = None
     trace: TraceJudge | None = None
@@ -130,12 +132,20 @@ def request_check(
 
 
 def trace_check(
-    id: str, *, promise: str, needs: str, exercised_by: str | tuple[str, ...], applies: Applies | None = None, since: str = "0.1"
+    id: str,
+    *,
+    promise: str,
+    needs: str,
+    exercised_by: str | tuple[str, ...],
+    applies: Applies | None = None,
+    since: str = "0.1",
+    about: str = "rollouts",
 ) -> Callable[[TraceJudge], Check]:
     """Make a ``Check`` of a ``TraceCheck`` class whose constructor takes the ``JudgeContext``."""
 
     def make(judge: TraceJudge) -> Check:
-        return Check(id=id, promise=promise, needs=needs, exercised_by=_names(exercised_by), applies=applies, since=since, trace=judge)
+        names = _names(exercised_by)
+        return Check(id=id, promise=promise, needs=needs, exercised_by=names, applies=applies, since=since, about=about, trace=judge)
 
     return make
 
@@ -230,7 +240,7 @@ class Registry:
 
     def __init__(self, checks: Iterable[Check]) -> None:
         self._checks: dict[str, Check] = {}
-        self._splits: dict[Contract, tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]] = {}
+        self._splits: dict[tuple[Contract, str], tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]] = {}
         for check in checks:
             if check.id in self._checks:
                 raise UsageError(f"Two checks have the id {check.id!r}.")
@@ -244,17 +254,23 @@ class Registry:
     def __len__(self) -> int:
         return len(self._checks)
 
-    def split(self, contract: Contract) -> tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]:
-        """The checks that apply under ``contract``, and those that it rules out with the reason."""
-        found = self._splits.get(contract)
+    def split(self, contract: Contract, about: str = "rollouts") -> tuple[tuple[Check, ...], tuple[tuple[Check, str], ...]]:
+        """The checks that apply to traces of ``about`` under ``contract``, and those that are ruled out with the reason."""
+        found = self._splits.get((contract, about))
         if found is None:
-            reasons = [(check, check.inapplicable(contract)) for check in self]
+            reasons = [
+                (
+                    check,
+                    check.inapplicable(contract) if check.about == about else f"it judges {check.about}, and this trace is about {about}",
+                )
+                for check in self
+            ]
             found = (
                 tuple(check for check, reason in reasons if reason is None),
                 tuple((check, reason) for check, reason in reasons if reason is not None),
             )
             if len(self._splits) < 256:
-                self._splits[contract] = found
+                self._splits[contract, about] = found
         return found
 
     def __getitem__(self, check_id: str) -> Check:

@@ -108,7 +108,7 @@ class Judge:
         self._requests: list[tuple[RequestJudge, Collector]] = []
         self._folds: list[tuple[TraceCheck, Collector]] = []
         self._readers: dict[type[Event], list[tuple[TraceCheck, Collector]]] = {kind: [] for kind in EVENT_KINDS.values()}
-        applicable, ruled_out = tally.registry.split(header.contract)
+        applicable, ruled_out = tally.registry.split(header.contract, header.about)
         for check, reason in ruled_out:
             tally.rule_out(check, reason)
         for check in applicable:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rollproof.errors import SubjectError
 
 __all__ = [
+    "BatchRow",
     "EngineOutput",
     "FinishReason",
     "IntArray",
@@ -151,6 +152,26 @@ class Rollout:
     def total(self) -> int:
         """T = prompt_len + response_len, in tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BatchRow:
+    """What one sample became in a training batch, flattened to one axis of ``places`` (prompt, response, padding).
+
+    ``token_ids`` is ``(places,)``, ``attention`` ``(places,)`` with 1 where a token of the sample stands and 0 where padding
+    does. ``loss_mask`` is ``(places,)`` with 1 where the loss counts, ``logprobs`` ``(places,)`` float64; ``None`` where the
+    batch carries none. ``routes`` is ``(rows, layers, top_k)`` with row i at place i, at most ``places`` rows; ``routed`` is
+    ``(rows,)`` with 0 where the batch marks a row as no capture, ``None`` where it marks nothing. A packed batch is one
+    ``BatchRow`` per sample.
+    """
+
+    request_id: str
+    token_ids: IntArray
+    attention: IntArray
+    loss_mask: IntArray | None = None
+    logprobs: LogprobArray | None = None
+    routes: IntArray | None = None
+    routed: IntArray | None = None
 
 
 def as_tokens(value: object, *, what: str = "token_ids") -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from rollproof.contract import Contract
-from rollproof.records import EngineOutput, IntArray, Request, Rollout, Version
+from rollproof.records import BatchRow, EngineOutput, IntArray, Request, Rollout, Version
 from rollproof.trace import PauseMode
 
 if TYPE_CHECKING:
@@ -67,12 +67,17 @@ class ReplaySubject(Protocol):
 
 @runtime_checkable
 class BatchSubject(Protocol):
-    """A function from finished samples to a training batch (padding, packing, splitting), and back."""
+    """A function from finished samples to a training batch (padding, packing, splitting), and back.
+
+    ``collate`` hands the samples to the stack's own conversion, in order, and returns what that returns; what it raises
+    counts as a refusal. ``rows`` tells what each sample became. ``contract`` declares the samples' convention of rows,
+    and what the *batch* holds: its dtype, and the filler where nothing was captured.
+    """
 
     contract: Contract
 
-    def collate(self, rollouts: list[Rollout]) -> Any: ...
-    def samples(self, batch: Any) -> list[Rollout]: ...
+    def collate(self, samples: list[Rollout]) -> Any: ...
+    def rows(self, batch: Any) -> list[BatchRow]: ...
 
 
 SubjectFactory: TypeAlias = "Callable[[], Any]"

@@ -17,13 +17,14 @@ from enum import StrEnum
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from rollproof.contract import Contract
-from rollproof.records import EngineOutput, LogprobArray, Request, Rollout, Scalar, Span, Version
+from rollproof.records import BatchRow, EngineOutput, LogprobArray, Request, Rollout, Scalar, Span, Version
 
 __all__ = [
     "EVENT_KINDS",
     "SCHEMA",
     "Abort",
     "Admit",
+    "Batch",
     "Call",
     "Event",
     "Fault",
@@ -248,9 +249,27 @@ class Score(Event):
     logprobs: LogprobArray
 
 
-EVENT_KINDS: Mapping[str, type[Event]] = {
-    cls.kind: cls for cls in (Submit, Call, Admit, Reply, Abort, Pause, Resume, Weights, Observation, Fault, Result, Gauge, Train, Score)
-}
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch(Event):
+    """Finished samples were turned into rows of a training batch.
+
+    ``samples`` were given, in order, and ``rows`` came out; ``refused`` is the error (class and text) where the conversion
+    raised. ``name`` says what the samples were chosen for. ``defect`` says what is wrong with the sample ``defective``
+    (both ``""``: all are well-formed). ``changed`` names what the conversion changed in the samples that it was given.
+    """
+
+    kind: ClassVar[str] = "batch"
+    name: str
+    samples: tuple[Rollout, ...]
+    rows: tuple[BatchRow, ...] = ()
+    refused: str | None = None
+    defect: str = ""
+    defective: str = ""
+    changed: tuple[str, ...] = ()
+
+
+_KINDS = (Submit, Call, Admit, Reply, Abort, Pause, Resume, Weights, Observation, Fault, Result, Gauge, Batch, Train, Score)
+EVENT_KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in _KINDS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,7 +279,8 @@ class Header:
     ``contract`` is the subject's, ``engine`` that of the engines below it where they are known. ``coding`` holds the
     parameters of the coded policy (``rollproof.fakes.coded``) where one answered, so that a reader can rebuild the
     oracle; ``case`` the JSON form of the case that was run, so that it can be run again. ``recipe`` says how to make the
-    subject again (``{"subject": "module:factory"}``, ``{"stack": "verl", "version": "0.9.1"}``).
+    subject again (``{"subject": "module:factory"}``, ``{"stack": "verl", "version": "0.9.1"}``). ``about`` is what the trace
+    tells of: ``rollouts``, or ``batches`` (``rollproof.batching``).
     """
 
     subject: str
@@ -272,6 +292,7 @@ class Header:
     case: Mapping[str, Any] | None = None
     recipe: Mapping[str, Any] | None = None
     made_by: str = ""
+    about: str = "rollouts"
     schema: int = SCHEMA
 
 
