@@ -5,11 +5,12 @@ SGLang answers so when a request is aborted in its waiting queue after a retract
 
 import asyncio
 
+import torch
 from verl_stub import VERSION, Server, client
 
 
 def routes(rows):
-    return None if rows[-1, 0, 0] // 100 == 2 else rows  # the segment of step 2 comes without
+    return None if rows[-1, 0, 0] // 100 == 2 else torch.as_tensor(rows)  # the segment of step 2 comes without
 
 
 server = Server((2, "abort", 1), (2, "abort", 2), (2, "stop", 3), routes=routes)
