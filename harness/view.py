@@ -163,8 +163,8 @@ class RequestView:
         return self.request.prompt_ids + (rollout.response_ids if rollout else ())
 
     def where(self, **more: Scalar) -> Mapping[str, Scalar]:
-        """A finding's place: this request, and more."""
-        return {"request": self.request.request_id, **more}
+        """A finding's place: this request, and of ``more`` what is known."""
+        return {"request": self.request.request_id, **{name: value for name, value in more.items() if value is not None}}
 
     def segment_of(self, position: int) -> int | None:
         """Which received segment sampled the token at absolute ``position`` (counting from 0); ``None`` for prompt tokens."""

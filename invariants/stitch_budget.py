@@ -263,7 +263,7 @@ def finish_length(view: RequestView, out: Collector) -> None:
     exercised_by="calls after a reply without tokens",
 )
 def zero_token_segments(view: RequestView, out: Collector) -> None:
-    """Compare the call after an empty reply with the one that it answered."""
+    """Compare the call after an empty reply with the one that it answered. More than before is ``budget-granted``'s to judge."""
     attempts = view.attempts
     for before, after in pairwise(attempts):
         reply = before.consumed
@@ -273,7 +273,8 @@ def zero_token_segments(view: RequestView, out: Collector) -> None:
             continue  # another sequence, which stitch.resume-prompt judges
         out.exercised("calls after a reply without tokens")
         a, b = before.call.max_tokens, after.call.max_tokens
-        if a is not None and b is not None and a != b:
+        over = view.request.budget is not None and any(pair[1] is before for pair in _overgranted(view, view.request.budget))
+        if a is not None and b is not None and b < a and not over:
             return out.finding(
                 f"A reply without tokens changed the budget from {a} to {b}",
                 expected=f"call {after.number} may sample {a}, as call {before.number} might",

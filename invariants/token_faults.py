@@ -10,6 +10,7 @@ from rollproof.invariants.wording import count, segment_name, share, window
 from rollproof.records import Scalar
 
 if TYPE_CHECKING:
+    from rollproof.stitching import Step
     from rollproof.view import RequestView
 
 __all__ = ["TokenFault", "contains", "describe_token_fault"]
@@ -35,7 +36,14 @@ def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
     gone, come = want[at : len(want) - tail], got[at : len(got) - tail]
     attempt = _attempt_at(view, at)
     segment = segment_name(view, attempt) if attempt is not None else "the end"
-    if not come:
+    again = _kept_from_before(view, got)
+    if again is not None:
+        title = f"The response is not what was sampled since call {again.attempt} started again"
+        hint = (
+            f"Call {again.attempt} sent {count(again.sent, 'token')} of {again.known}, so what followed was sampled without the rest: "
+            "tokens from before it do not belong to the sample any more. Resume with them, or drop them."
+        )
+    elif not come:
         whole = _whole_segment(view, at, len(gone))
         title = f"{share(len(gone), len(want), 'sampled token')} {'is' if len(gone) == 1 else 'are'} missing from the response"
         hint = (
@@ -58,6 +66,17 @@ def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
         where=view.where(index=at, segment=view.segment_of(len(view.request.prompt_ids) + at)),
         hint=hint,
     )
+
+
+def _kept_from_before(view: RequestView, got: tuple[int, ...]) -> Step | None:
+    """The call that started again, where the response still holds what was sampled before it."""
+    kept = {run.attempt for run in view.stitched.runs}
+    for step in view.stitched.steps:
+        for attempt in view.attempts[: step.attempt] if step.restarts else ():
+            reply = attempt.consumed
+            if reply is not None and reply.output.token_ids and attempt.number not in kept and contains(got, reply.output.token_ids):
+                return step
+    return None
 
 
 def _added(view: RequestView, want: tuple[int, ...], at: int, come: tuple[int, ...], segment: str) -> tuple[str, str]:

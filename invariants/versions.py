@@ -235,16 +235,24 @@ def _highest(sets: Sequence[frozenset[Key]], ranks: dict[Key, int]) -> list[Key]
 
 
 def _min_max_hint(view: RequestView, tag: Version, low: Version, high: Version, parts: Sequence[Sampler]) -> str:
-    if key(tag) in zero_token_labels(view) and not any(key(tag) in (part.labels or ()) for part in parts):
+    sampled = {label for part in parts for label in part.labels or ()}
+    empty = [attempt.number for attempt in view.segments if attempt.consumed is not None and not attempt.consumed.output.token_ids]
+    if key(tag) not in sampled and empty:
         return (
-            f"A call that was aborted before its first token showed {version_name(tag)}. Update the tags only when a reply brings "
-            "tokens, else samples look staler than they are (verl's FullyAsyncLLMServerClient, up to 0.9.1)."
+            f"No token was sampled by {version_name(tag)}; call {empty[0]} was aborted before its first one. Update the tags only when a "
+            "reply brings tokens, else samples look staler than they are (verl's FullyAsyncLLMServerClient, up to 0.9.1)."
         )
-    if any(0 in (part.labels or ()) for part in parts) and key(low) != 0:
-        return "Version 0 is false in a condition: `if version:` skips it, `if version is not None:` does not (verl's ToolAgentLoop)."
+    zero = (
+        " Or version 0 was skipped by `if version:`; ask `if version is not None:` (verl's ToolAgentLoop)."
+        if 0 in sampled and key(low)
+        else ""
+    )
     if key(low) == key(high):
-        return "One call's tag stands for all: keep the smallest of the first and the greatest of the later ones, also across turns."
-    return "Both tags must be folded over every reply that brought tokens, in any order: versions can go back when a replica lags behind."
+        return (
+            "One call's tag stands for all: keep the smallest and the greatest over all calls that brought tokens, also across turns."
+            + zero
+        )
+    return "Fold both tags over every reply that brought tokens, whatever their order: versions go back when a replica lags behind." + zero
 
 
 @request_check(

@@ -296,7 +296,7 @@ def test_an_unexplained_row_is_shown_beside_the_right_one() -> None:
     want, got = story.good()[1, 0].tolist(), _other_expert(story)[1, 0].tolist()
     assert finding.expected == f"experts {want} at position 1, as the engine returned"
     assert finding.observed == f"experts {got}; wrong in 1 of 9 rows (position 1), in 1 of 6 MoE layers"
-    assert finding.where == {"request": "r0", "position": 1, "layer": 0, "segment": None}
+    assert finding.where == {"request": "r0", "position": 1, "layer": 0}
 
 
 def test_a_trace_without_replies_is_judged_by_what_it_has() -> None:

@@ -176,6 +176,15 @@ class TestTokens:
         finding = finds(self.ID, tell(*parts, sample={"response": (11, 88, 89, 12)}))
         assert "They are in the reply to call 1 that was lost on its way" in finding.hint
 
+    def test_tokens_from_before_a_restart_are_explained(self) -> None:
+        """They were sampled, delivered, and then given up; a plain loss behind a restart stays a plain loss."""
+        parts = (Part(tokens=(11, 12)), Part(lost=True), Part(tokens=(21, 22), anew=True, reason="stop"))
+        finding = finds(self.ID, tell(*parts, sample={"response": (11, 12, 21, 22)}))
+        assert "The response is not what was sampled since call 2 started again" == finding.title
+        assert finding.hint.startswith("Call 2 sent 2 tokens of 4")
+        lost = finds(self.ID, tell(*parts, sample={"response": (21,)}))
+        assert "1 of 2 sampled tokens is missing from the response" == lost.title
+
     def test_a_response_may_be_cut_at_the_budget(self) -> None:
         """An agent loop cuts what its turns overshot."""
         parts = (Part(tokens=(11, 12, 13), reason="stop"), Part(said=(91,), tokens=(21, 22, 23), reason="stop"))
