@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -69,13 +70,13 @@ class TraceWriter:
         """Begin a new episode. Raises ``TraceError`` for a header that cannot be stored."""
         self._ready()
         self._rows.add_header(self._state.episode + 1, header)
-        self._state = State(self._state.episode + 1, 0)
+        self._state = replace(self._state, episode=self._state.episode + 1, events=0)
 
     def append(self, event: Event) -> None:
         """Take one event of the current episode. Raises ``TraceError`` for one that cannot be stored; the file stays whole."""
         self._ready()
         self._rows.add_event(self._state.episode, event)
-        self._state = State(self._state.episode, self._state.events + 1)
+        self._state = replace(self._state, events=self._state.events + 1)
         if self._rows.size >= self._limits[0] or len(self._rows) >= self._limits[1]:
             self.flush()
 
@@ -90,11 +91,12 @@ class TraceWriter:
         self._ready()
         if not len(self._rows):
             return
-        frame = self._rows.batch().serialize().to_pybytes()
+        self._state = replace(self._state, batches=self._state.batches + 1)
+        frame = memoryview(self._rows.batch().serialize())
         seal = Rows()
         seal.add_seal(self._state.seal(frame))
         self._rows = Rows()
-        self._put(frame, seal.batch().serialize().to_pybytes())
+        self._put(frame, memoryview(seal.batch().serialize()))
 
     def close(self) -> None:
         """Flush, mark the end, and close. Closing twice is harmless."""
@@ -135,7 +137,7 @@ class TraceWriter:
         if self._file.closed:
             raise UsageError(f"{self.path} is closed: open it again with mode='a' to append.")
 
-    def _put(self, *chunks: bytes) -> None:
+    def _put(self, *chunks: bytes | memoryview) -> None:
         try:
             self._file.seek(self._end)
             for chunk in chunks:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rollproof.errors import TraceError
 from rollproof.store.values import parse_json, show
-from rollproof.store.wire import DTYPES, AnyArray, as_array, decode_event, decode_header, encode_event, encode_header
+from rollproof.store.wire import DTYPES, AnyArray, as_array, decode_event, decode_header, encode_event, encode_header, name_of
 from rollproof.trace import Event, Header
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class _Aside:
 
     def put_array(self, array: AnyArray) -> Any:
         """Keep a copy: what a stack later does to its buffer does not reach the trace."""
-        self.arrays.append(np.array(array, dtype=DTYPES[array.dtype.name], order="C"))
+        self.arrays.append(np.array(array, dtype=DTYPES[name_of(array.dtype)], order="C"))
         return {"$array": len(self.arrays) - 1}
 
     def put_integers(self, values: tuple[int, ...]) -> Any:
@@ -159,7 +159,7 @@ def _structs(arrays: list[AnyArray], kind: Any) -> pa.StructArray:
     joined = b"".join([one.data for one in arrays])
     lengths = pa.array([n for one in arrays for n in one.shape], pa.int64())
     children = [
-        pa.array([one.dtype.name for one in arrays], pa.string()),
+        pa.array([name_of(one.dtype) for one in arrays], pa.string()),
         _lists((one.ndim for one in arrays), lengths, kind.field("shape").type),
         pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(arrays), [None, pa.py_buffer(starts), pa.py_buffer(joined)]),
     ]

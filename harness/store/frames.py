@@ -64,7 +64,11 @@ def read_frame(file: BinaryIO, offset: int, end: int) -> Frame | None:
     metadata = file.read(length)
     if len(metadata) < length:
         raise Cut
-    kind, body = _measure(metadata)
+    kind, body, compressed = _measure(metadata)
+    if kind not in (_SCHEMA, _BATCH):
+        raise TraceError(f"a message is of kind {kind}, which a trace does not hold")
+    if compressed:
+        raise TraceError("a batch is compressed, which no rollproof writes: it is not unfolded")
     if not 0 <= body <= _MAX_BODY or body % 8:
         raise TraceError(f"a message claims a body of {body} bytes; at most {_MAX_BODY} are read")
     size = 8 + length + body
@@ -73,19 +77,15 @@ def read_frame(file: BinaryIO, offset: int, end: int) -> Frame | None:
     return Frame(offset, size, kind == _SCHEMA)
 
 
-def _measure(metadata: bytes) -> tuple[int, int]:
-    """Kind of a message and length of its body, from its flatbuffer. Raises ``TraceError``."""
+def _measure(metadata: bytes) -> tuple[int, int, bool]:
+    """Kind of a message, length of its body, and whether a batch is compressed, from its flatbuffer. Raises ``TraceError``."""
     try:
         message = _table(metadata, 0)
         kind, body = _field(metadata, message, 1, "<B"), _field(metadata, message, 3, "<q")
-        header = message + _slot(metadata, message, 2)
-        if kind == _BATCH and _slot(metadata, _table(metadata, header), 3):
-            raise TraceError("a batch is compressed, which no rollproof writes and none unfolds")
+        header = _table(metadata, message + _slot(metadata, message, 2))
+        return kind, body, kind == _BATCH and _slot(metadata, header, 3) != 0
     except (struct.error, ValueError) as error:
         raise TraceError("the metadata of a message is damaged") from error
-    if kind not in (_SCHEMA, _BATCH):
-        raise TraceError(f"a message is of kind {kind}, which a trace does not hold")
-    return kind, body
 
 
 def _table(data: bytes, place: int) -> int:

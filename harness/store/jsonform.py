@@ -21,7 +21,7 @@ import numpy as np
 from rollproof.errors import TraceError, TraceVersionError, UsageError
 from rollproof.store.stream import FORMAT, Ending, made_by
 from rollproof.store.values import parse_json, show
-from rollproof.store.wire import DTYPES, AnyArray, as_array, decode_event, decode_header, encode_event, encode_header, newer_schema
+from rollproof.store.wire import DTYPES, AnyArray, as_array, decode_event, decode_header, encode_event, encode_header, name_of, newer_schema
 from rollproof.trace import SCHEMA, Event, Header, Trace
 
 __all__ = ["MAX_BYTES", "JsonTrace", "dump_trace", "load_trace"]
@@ -92,9 +92,9 @@ class _Inline:
 
     def put_array(self, array: AnyArray) -> Any:
         """An array as an object."""
-        wire: dict[str, Any] = {"dtype": array.dtype.name, "shape": list(array.shape)}
+        wire: dict[str, Any] = {"dtype": name_of(array.dtype), "shape": list(array.shape)}
         if array.size > _LISTED:
-            return {**wire, "base64": base64.b64encode(np.array(array, DTYPES[array.dtype.name], order="C").tobytes()).decode("ascii")}
+            return {**wire, "base64": base64.b64encode(np.array(array, DTYPES[name_of(array.dtype)], order="C").tobytes()).decode("ascii")}
         if array.dtype.kind != "f" or np.isfinite(array).all():
             return {**wire, "data": array.tolist()}
         spelt = array.astype(object)

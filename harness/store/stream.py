@@ -47,14 +47,15 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a seal says of the file so far: the number of the last episode (-1: none) and of the events in it."""
+    """What a seal says of the file so far: its batches, the number of the last episode (-1: none) and of the events in it."""
 
+    batches: int = 0
     episode: int = -1
     events: int = 0
 
-    def seal(self, frame: bytes) -> str:
+    def seal(self, frame: bytes | memoryview) -> str:
         """The body of the seal behind ``frame``: a CRC-32 over the frame and what the seal says, and what it says."""
-        text = f"{self.episode} {self.events}"
+        text = f"{self.batches} {self.episode} {self.events}"
         return f"{zlib.crc32(text.encode(), zlib.crc32(frame)):08x} {text}"
 
     @classmethod
@@ -91,11 +92,11 @@ class Stream:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Every sealed batch. Ends quietly at an unfinished tail; raises ``TraceError`` at damage."""
+        number = 0
         while (pair := self._pair()) is not None:
+            number += 1
             with self.located():
-                data, _ = self._checked(*pair)
-                batch = _batch(data)
-            del data
+                batch = self._numbered(pair, number)
             yield batch
             self.offset = pair[1].offset + pair[1].size
 
@@ -152,6 +153,12 @@ class Stream:
             raise TraceError("a batch is not followed by its seal")
         return data, State.read(body, data)
 
+    def _numbered(self, pair: tuple[Frame, Frame], number: int) -> pa.RecordBatch:
+        data, state = self._checked(*pair)
+        if state.batches != number:
+            raise TraceError(f"batch {state.batches} stands where batch {number} should: batches were cut out, doubled or moved")
+        return _batch(data)
+
     def _bytes(self, frame: Frame) -> bytes:
         self._file.seek(frame.offset)
         data = self._file.read(frame.size)
@@ -163,16 +170,17 @@ class Stream:
         """Check that the file is a trace that this version reads; the end of its schema."""
         import pyarrow as pa
 
+        frame, found = None, None
         try:
             frame = read_frame(self._file, 0, self._end)
             found = pa.ipc.read_schema(pa.py_buffer(self._bytes(frame))) if frame is not None and frame.schema else None
         except Cut:
-            raise TraceError(
-                f"{self._path} ends within its first {self._end} bytes, before its first header: nothing can be read."
-            ) from None
-        except (TraceError, pa.ArrowException, ValueError) as error:
+            frame = None
+        except (TraceError, pa.ArrowException, OSError, ValueError) as error:
             raise TraceError(f"{self._path} is not a rollproof trace: {str(error)[:200]}.") from error
-        if frame is None or found is None:
+        if frame is None:
+            raise TraceError(f"{self._path} ends within its first {self._end} bytes, before its first header: nothing can be read.")
+        if found is None:
             raise TraceError(f"{self._path} is not a rollproof trace: its first message is no schema.")
         metadata = found.metadata or {}
         if metadata.get(b"format") != FORMAT.encode():
@@ -212,7 +220,7 @@ def open_file(path: Path, mode: Literal["r", "x", "w", "a"]) -> BinaryIO:
     try:
         if mode == "r":
             return path.open("rb")
-        file = path.open("xb" if mode == "x" else "r+b" if path.exists() else "x+b", buffering=0)
+        file = path.open("xb" if mode == "x" else "r+b" if path.exists() else "x+b")
     except FileNotFoundError:
         what = "There is no trace" if mode == "r" else "There is no folder for a trace"
         raise UsageError(f"{what} at {path}: check the path.") from None

@@ -24,7 +24,18 @@ from rollproof.errors import RollproofError, TraceError, TraceVersionError
 from rollproof.store.values import SCALARS, Misfit, key_of, plain, read_key, read_plain, read_scalar, show, write_scalar
 from rollproof.trace import EVENT_KINDS, SCHEMA, Event, Header
 
-__all__ = ["DTYPES", "AnyArray", "Parts", "as_array", "decode_event", "decode_header", "encode_event", "encode_header", "newer_schema"]
+__all__ = [
+    "DTYPES",
+    "AnyArray",
+    "Parts",
+    "as_array",
+    "decode_event",
+    "decode_header",
+    "encode_event",
+    "encode_header",
+    "name_of",
+    "newer_schema",
+]
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -96,6 +107,12 @@ def newer_schema(schema: object, made_by: object = None) -> str:
         f"This trace was written{by} in schema {show(schema)}; this rollproof reads schemas up to {SCHEMA}. "
         "Upgrade rollproof (`pip install -U rollproof`) to read it."
     )
+
+
+@cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """The name of an element type, of either byte order."""
+    return dtype.name
 
 
 def as_array(data: Any, dtype: np.dtype[Any], shape: Any, start: int = 0, size: int | None = None) -> AnyArray:
@@ -266,7 +283,7 @@ def _array(dtype: Any) -> _Codec:
     fitting = [name for name, known in DTYPES.items() if (known.kind in _KINDS[wanted] if wanted in _KINDS else known == wanted)]
 
     def check(array: AnyArray) -> AnyArray:
-        if array.dtype.name not in fitting:
+        if name_of(array.dtype) not in fitting:
             raise Misfit(f"must be an array of {' or '.join(fitting)}, not of {array.dtype.name}")
         return array
 
