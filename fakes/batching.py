@@ -146,8 +146,8 @@ class Batch:
         if self.running.pop(call.call_id, None) is None:
             if call in self.queue:
                 self.queue.remove(call)
-        elif self._options.prefix_cache:
-            self.cache.store(call.ids, call.kv.spans)
+        else:
+            self._share(call)
         if not call.future.done():
             call.future.set_result(reply)
 
@@ -186,6 +186,12 @@ class Batch:
             if call.labels:
                 call.mark_label(label)
 
+    def clear_cache(self) -> None:
+        """Forget the KV that calls share; running calls keep their own, for themselves."""
+        self.cache.clear()
+        for call in self.running.values():
+            call.shares = False
+
     def clear(self) -> list[EngineCall]:
         """Lose everything at once; returns the calls that were in flight."""
         lost = self.in_flight
@@ -212,9 +218,12 @@ class Batch:
             call.decoding = True
             call.mark_key(key)
             call.mark_label(self.label)
-            if self._options.prefix_cache:
-                self.cache.store(call.ids, call.kv.spans)
+            self._share(call)
         return count
+
+    def _share(self, call: EngineCall) -> None:
+        if self._options.prefix_cache and call.shares:
+            self.cache.store(call.ids, call.kv.spans)
 
     def _look(self, call: EngineCall) -> None:
         """Something may happen after this token: hooks that act on it, or the end of the call."""

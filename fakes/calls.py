@@ -26,6 +26,7 @@ class EngineCall:
     many tokens on, tokens are sampled under this key, shown under this label. ``kept`` are rows that outlive their KV.
     ``started`` says that it left the queue at least once, ``held`` that it may not leave it in this step, ``deferred``
     that the engine has not looked yet whether it is finished. ``watched``: the hooks want to see each of its tokens.
+    ``shares``: its KV may go into the prefix cache; not when that was cleared since.
     """
 
     call_id: int
@@ -48,6 +49,7 @@ class EngineCall:
     held: bool = False
     deferred: bool = False
     watched: bool = False
+    shares: bool = True
     cached: int | None = None
     admission_label: Version = None
     keys: list[tuple[int, Version]] = field(default_factory=list)
@@ -88,7 +90,7 @@ class EngineCall:
         if flavour.recompute is Recompute.KEPT and self.sampled:
             self.kept = self.rows()
         self.kv.drop()
-        self.decoding = False
+        self.decoding, self.shares = False, True
 
     def rows(self) -> list[KeySpan]:
         """The keys of the rows that the engine holds, over absolute positions from 0; the last token has none."""

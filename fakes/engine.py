@@ -150,7 +150,7 @@ class FakeEngine:
         if mode is PauseMode.RETRACT or (mode is PauseMode.KEEP and clear):
             self._batch.preempt(tuple(self._batch.running))
         if clear:
-            self._batch.cache.clear()
+            self._batch.clear_cache()
         self._recorder.record(Pause(server_id=self.server_id, mode=mode, clear_cache=clear, progress=self.progress()))
 
     async def resume(self) -> None:
@@ -188,7 +188,7 @@ class FakeEngine:
     def reset_prefix_cache(self) -> None:
         """Forget the KV that calls share; running calls keep their own."""
         self._refuse_dead()
-        self._batch.cache.clear()
+        self._batch.clear_cache()
 
     def evict(self, call_id: int) -> bool:
         """Preempt a running call: its KV is freed, it goes to the head of the queue. False where it does not run."""

@@ -158,8 +158,7 @@ async def _sync_fails(shot: Shot) -> None:
 
 
 async def _sync_twice(shot: Shot) -> None:
-    fleet = shot.fleet
-    await asyncio.gather(fleet.update(fleet.train()), fleet.update(fleet.train()))
+    await asyncio.gather(_sync(shot), _sync(shot))
 
 
 async def _skew(shot: Shot) -> None:
@@ -172,6 +171,7 @@ async def _relabel(shot: Shot) -> None:
 
 async def _kill(shot: Shot) -> None:
     server_id = shot.action.server or shot.call.server_id
+    await asyncio.sleep(0)  # replies that were given before are taken before
     shot.fleet.servers[server_id].kill()
     await shot.pass_steps(shot.action.steps)
     await shot.fleet.revive(server_id)

@@ -474,6 +474,25 @@ def test_prefix_cache_shares_kv_of_the_same_prefix() -> None:
     on_clock(main)
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_kv_that_outlives_a_flush_is_not_shared(finished: bool) -> None:
+    """A call that ran when the prefix cache was cleared does not put its older KV back at its end."""
+
+    async def main() -> None:
+        bench = Bench(prefix_cache=True)
+        call = bench.call(4)
+        await bench.steps(1)
+        bench.engine.reset_prefix_cache()
+        if finished:
+            await call
+        await bench.engine.load(B, B)
+        await call
+        assert (await bench.call(2)).cached_tokens == 0
+        assert bench.reply(2).true_rows == spans((0, 5, B))
+
+    on_clock(main)
+
+
 @pytest.mark.parametrize(("flavour", "kept"), [("vllm", A), ("sglang", B)])
 def test_rows_after_an_eviction_across_an_update(flavour: str, kept: int) -> None:
     """A preempted call prefills anew: its old rows stay on vLLM and are overwritten on SGLang; its tokens stay those of A."""
