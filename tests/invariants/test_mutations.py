@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rollproof.records import FinishReason, Rollout, Span
-from rollproof.trace import Call, Result, Trace
-from tests.support.rollouts import Part, blamed, tell
+from rollproof.trace import Call, Trace
+from tests.support.rollouts import Part, blamed, sample_of, tell, with_sample
 
 Change: TypeAlias = "tuple[str, Rollout, str]"
 """What was changed, the changed sample, and the check that must see it."""
@@ -39,21 +39,6 @@ def story(name: str, kind: str) -> Trace:
     warm = tell(Part(reason="stop"), request_id="warm", prompt=(9,), versions=kind, loss_mask=True)
     late = tell(Part(version=3, reason="stop", server="s1"), request_id="late", prompt=(8,), versions=kind, teller=warm)
     return tell(*STORIES[name], budget=6, versions=kind, loss_mask=True, teller=late).trace()
-
-
-def sample_of(trace: Trace) -> Rollout:
-    """The sample that is handed over last."""
-    result = trace.events[-1]
-    assert isinstance(result, Result)
-    assert result.rollout is not None
-    return result.rollout
-
-
-def with_sample(trace: Trace, rollout: Rollout) -> Trace:
-    """The trace with another last sample."""
-    result = trace.events[-1]
-    assert isinstance(result, Result)
-    return trace.with_events([*trace.events[:-1], replace(result, rollout=rollout)])
 
 
 def token_changes(sample: Rollout) -> Iterator[Change]:

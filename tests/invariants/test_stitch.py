@@ -12,7 +12,7 @@ from rollproof.checks import Verdict
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.records import FinishReason
 from rollproof.trace import Reply
-from tests.support.rollouts import Part, blamed, tell
+from tests.support.rollouts import Part, blamed, sample_of, tell, with_sample
 from tests.support.telling import Teller, check, finds, passes, unknown
 
 RESUMED = (Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1), Part(tokens=(31, 32, 33), version=1, reason="length"))
@@ -62,7 +62,7 @@ CORRECT: dict[str, Teller] = {
         request={"want_logprobs": False},
         sample={"logprobs": None},
     ),
-    "logprobs in 32 bits": tell(*RESUMED, sample={"logprobs": tell(*RESUMED).trace().events[-1].rollout.logprobs.astype("f4")}),  # type: ignore[attr-defined]
+    "logprobs in 32 bits": tell(*RESUMED, sample={"logprobs": np.asarray(sample_of(tell(*RESUMED).trace()).logprobs).astype("f4")}),
     "an end-of-sequence token of the stack's own, masked": tell(
         Part(tokens=(11, 12), reason="stop"),
         loss_mask=True,
@@ -104,21 +104,18 @@ class TestPrompt:
         """A prompt that lost its first token."""
         story = tell(*RESUMED, prompt=(1, 2, 3))
         trace = story.trace()
-        result = trace.events[-1]
-        spoiled = replace(result, rollout=replace(result.rollout, prompt_ids=(2, 3)))  # type: ignore[attr-defined, type-var]
-        finding = finds(self.ID, trace.with_events([*trace.events[:-1], spoiled]))
+        spoiled = with_sample(trace, replace(sample_of(trace), prompt_ids=(2, 3)))
+        finding = finds(self.ID, spoiled)
         assert "The sample carries a prompt of 2 tokens that is not its request's" == finding.title
         assert "[2, 3]; the first difference is at position 0" == finding.observed
-        assert {self.ID} == blamed(trace.with_events([*trace.events[:-1], spoiled]))
+        assert {self.ID} == blamed(spoiled)
 
     def test_the_prompt_of_another_request_is_named(self) -> None:
         """Two samples that were swapped."""
         story = tell(Part(tokens=(11,), reason="stop"), request_id="r0", prompt=(1, 2))
         story = tell(Part(tokens=(12,), reason="stop"), request_id="r1", prompt=(3, 4), teller=story)
         trace = story.trace()
-        result = trace.events[-1]
-        spoiled = replace(result, rollout=replace(result.rollout, prompt_ids=(1, 2)))  # type: ignore[attr-defined, type-var]
-        assert "but that of request r0" in finds(self.ID, trace.with_events([*trace.events[:-1], spoiled])).title
+        assert "but that of request r0" in finds(self.ID, with_sample(trace, replace(sample_of(trace), prompt_ids=(1, 2)))).title
 
     def test_nothing_is_said_without_a_sample(self) -> None:
         """A dropped sample is not a passed one."""

@@ -6,7 +6,7 @@ The sample is made by plain concatenation, so that it does not depend on the ref
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,12 @@ from rollproof.checks import Registry
 from rollproof.invariants import stitch, versions
 from rollproof.judge import judge
 from rollproof.oracle import Oracle
-from rollproof.records import FinishReason, Span, Version
-from rollproof.trace import Trace
+from rollproof.records import FinishReason, Rollout, Span, Version
+from rollproof.trace import Result, Trace
 from tests.support.building import TraceBuilder
 from tests.support.telling import Teller
 
-__all__ = ["REGISTRY", "Part", "blamed", "tell"]
+__all__ = ["REGISTRY", "Part", "blamed", "sample_of", "tell", "with_sample"]
 
 REGISTRY = Registry([*stitch.CHECKS, *versions.CHECKS])
 _SAME = object()
@@ -66,7 +66,7 @@ def tell(
     request_id: str = "r0",
     prompt: tuple[int, ...] = (1, 2),
     budget: int | None = 8,
-    labels: Mapping[int | str, Version] | None = None,
+    labels: Mapping[Any, Version] | None = None,
     request: Mapping[str, Any] | None = None,
     sample: Mapping[str, Any] | None = None,
     event: Mapping[str, Any] | None = None,
@@ -99,6 +99,21 @@ def blamed(trace: Trace | TraceBuilder, oracle: Oracle | None = None) -> set[str
     judgement = judge(trace.trace() if isinstance(trace, TraceBuilder) else trace, REGISTRY, oracle)
     assert not [(result.id, result.reason) for result in judgement.results if "crashed" in result.reason]
     return set(judgement.failed)
+
+
+def sample_of(trace: Trace) -> Rollout:
+    """The sample that is handed over last."""
+    result = trace.events[-1]
+    assert isinstance(result, Result)
+    assert result.rollout is not None
+    return result.rollout
+
+
+def with_sample(trace: Trace, rollout: Rollout) -> Trace:
+    """The trace with another last sample."""
+    result = trace.events[-1]
+    assert isinstance(result, Result)
+    return trace.with_events([*trace.events[:-1], replace(result, rollout=rollout)])
 
 
 def _serving(out: Teller) -> dict[str, Any]:
@@ -154,7 +169,7 @@ def _sample(out: Teller, known: _Known, reason: str) -> dict[str, Any]:
     spans = tuple(Span(start=i, end=i + 1, version=label) for i, label in enumerate(known.labels))
     tags: dict[str, dict[str, Any]] = {
         "sample": {"version": sampled[-1] if sampled else None},
-        "min-max": {"min_version": min(numbers, default=None), "max_version": max(numbers, default=None)},  # type: ignore[type-var]
+        "min-max": {"min_version": min(numbers, default=None), "max_version": max(numbers, default=None)},
         "call": {"call_versions": known.calls},
         "span": {"spans": spans},
         "token": {"token_versions": known.labels},
