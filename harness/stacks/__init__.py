@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata, resources
 from typing import Any, TypeAlias
 
@@ -45,11 +45,13 @@ class Stack:
 
     ``parts`` maps the name of each judged part to a factory of subjects. A factory may carry ``flavours`` (the engine
     flavours that the part speaks) and ``cases(profile, seed)`` (schedules that fit it better than the profile's own).
+    ``batches`` maps the name of each conversion into training batches to a factory of batch subjects.
     """
 
     name: str
     version: str
     parts: Mapping[str, SubjectFactory]
+    batches: Mapping[str, SubjectFactory] = field(default_factory=dict)
 
     @property
     def title(self) -> str:

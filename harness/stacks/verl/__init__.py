@@ -10,6 +10,7 @@ __all__ = ["RELEASE", "load"]
 
 def load(version: str) -> Stack:
     """Import verl ``version`` and give its parts. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.verl.parts import parts_of
+    from rollproof.stacks.verl.parts import batches_of, parts_of
 
-    return Stack(name="verl", version=version, parts=parts_of(import_verl(version)))
+    verl = import_verl(version)
+    return Stack(name="verl", version=version, parts=parts_of(verl), batches=batches_of(verl))

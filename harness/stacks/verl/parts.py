@@ -9,12 +9,13 @@ from typing import Any
 from rollproof.case import Case
 from rollproof.schedules import Limits, profile_named, random_cases
 from rollproof.stacks.verl.agent_loop import AgentLoopSubject
+from rollproof.stacks.verl.batch import PaddedBatch, SampleDicts
 from rollproof.stacks.verl.checkpoint import CheckpointSubject
 from rollproof.stacks.verl.client import ClientSubject
 from rollproof.stacks.verl.server import CONVENTIONS
 from rollproof.stacks.verl.versions import Verl
 
-__all__ = ["Part", "parts_of"]
+__all__ = ["Part", "batches_of", "parts_of"]
 
 _TURNS = 3
 _TURN_TOKENS = 4
@@ -66,3 +67,8 @@ def parts_of(verl: Verl) -> Mapping[str, Part]:
         Part("checkpoint-manager", lambda: CheckpointSubject(verl)),
     )
     return {part.name: part for part in parts}
+
+
+def batches_of(verl: Verl) -> Mapping[str, Callable[[], Any]]:
+    """The conversions into training batches, by name."""
+    return {"sample-dicts": lambda: SampleDicts(verl), "padded-batch": lambda: PaddedBatch(verl)}
