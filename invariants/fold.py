@@ -21,7 +21,7 @@ __all__ = ["Ending", "Fold", "Recent", "case_actions", "case_option", "keep"]
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
-_MOST = 1 << 16
+_MOST = 1 << 14
 
 
 class Fold:
@@ -96,7 +96,7 @@ class Ending(Fold):
 
 
 def keep(known: dict[_K, _V], key: _K, value: _V) -> None:
-    """Remember ``value`` under ``key``; beyond 65,536 entries the oldest is forgotten.
+    """Remember ``value`` under ``key``; beyond 16,384 entries the oldest is forgotten.
 
     A call whose caller gave up may have no reply for ever: without a bound, memory would grow with the trace.
     """
