@@ -18,9 +18,11 @@ class Oracle(Protocol):
 
     def logprobs(self, version: Version, ids: Sequence[int], start: int) -> LogprobArray:
         """Log-probability of ``ids[i]`` given ``ids[:i]`` for ``i >= start``: ``(len(ids) - start,)`` float64, T = 1."""
+        ...
 
     def routes(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
         """Experts chosen by the forward of each token from ``start`` on: ``(len(ids) - start, num_layers, top_k)``."""
+        ...
 
 
 class Chooser(Oracle, Protocol):
@@ -31,3 +33,4 @@ class Chooser(Oracle, Protocol):
 
     def choices(self, version: Version, ids: Sequence[int], start: int = 0) -> IntArray:
         """The token that ``version`` samples after ``ids[:i]`` for ``i >= start``: ``(len(ids) - start,)``."""
+        ...

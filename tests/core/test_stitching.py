@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from rollproof import stitching
 from rollproof.contract import Provenance
 from rollproof.records import EngineOutput, FinishReason, Span
+from rollproof.row_pieces import RowPiece, cut_pieces, overlay
 from rollproof.stitching import Stitched, stitch
 from rollproof.trace import Call, Observation, Reply
 from rollproof.view import Attempt
 
-PROMPT = (1, 2, 3)
+PROMPT: tuple[int, ...] = (1, 2, 3)
 
 
 @dataclass
@@ -180,16 +181,11 @@ class TestExamples:
 
     def test_turns_that_nobody_recorded_are_read_off_the_calls(self) -> None:
         """After a natural end, what a call adds is the environment's; after an abort, or where there are no turns, it is a fault."""
-        for reason, options, broken in (
-            ("stop", {}, None),
-            ("length", {}, None),
-            ("abort", {}, 1),
-            ("stop", {"unrecorded_turns": False}, 1),
-        ):
+        for reason, turns, broken in (("stop", True, None), ("length", True, None), ("abort", True, 1), ("stop", False, 1)):
             history = History()
             history.reply(history.call(PROMPT), (11,), reason)
             history.reply(history.call((*PROMPT, 11, 91)), (12,), "stop")
-            stitched = history.stitch(**options)
+            stitched = history.stitch(unrecorded_turns=turns)
             assert broken == stitched.broken
             assert ((11, 91, 12) if broken is None else (11,)) == stitched.response_ids
             assert (broken is None) == stitched.steps[1].turn
@@ -271,8 +267,9 @@ def by_position(history: History, provenance: Provenance) -> Owned:
         i = position - start
         ids.append(tokens[i])
         attempts.append(number)
-        logprobs.append(math.nan if reply is None else float(reply.output.logprobs[i]))
-        true.append(None if reply is None else next((s.version for s in reply.true_tokens if s.start <= i < s.end), None))
+        logprobs.append(math.nan if reply is None or reply.output.logprobs is None else float(reply.output.logprobs[i]))
+        spans = () if reply is None or reply.true_tokens is None else reply.true_tokens
+        true.append(next((s.version for s in spans if s.start <= i < s.end), None))
     rows = {position: row for position in range(size) if (row := _row(counted, position, provenance)) is not None}
     return Owned(tuple(ids), tuple(attempts), tuple(logprobs), tuple(true), rows)
 
@@ -396,7 +393,7 @@ def _mutate_cut(fold: Any, length: int) -> None:
 
 
 def _mutate_cut_rows(fold: Any, length: int) -> None:
-    fold.pieces = stitching.cut_pieces(fold.pieces, length)  # keeps the row that predicted the discarded token
+    fold.pieces = cut_pieces(fold.pieces, length)  # keeps the row that predicted the discarded token
     fold.runs = stitching._cut_runs(fold.runs, length - fold.base)
 
 
@@ -410,8 +407,8 @@ def _mutate_rows(boundary: int, empty: bool) -> Callable[..., Any]:
         if new is None or (not reply.output.token_ids and not empty):
             return pieces
         end = min(len(new), sent + len(reply.output.token_ids) - boundary)
-        piece = stitching.RowPiece(0, number, new[:end])
-        return stitching.overlay(pieces, piece, keep=provenance is Provenance.AS_SAMPLED) if end > 0 else pieces
+        piece = RowPiece(0, number, new[:end])
+        return overlay(pieces, piece, keep=provenance is Provenance.AS_SAMPLED) if end > 0 else pieces
 
     return add_rows
 
