@@ -173,15 +173,15 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
 
 def _plain(value: Any) -> Any:
     """JSON-ready form of a field. ``dataclasses.asdict`` copies every leaf, which costs more than running a small case."""
-    if isinstance(value, tuple):
+    kind = type(value)
+    if kind is tuple:
         return [_plain(item) for item in value] if value and not isinstance(value[0], int | float) else list(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if is_dataclass(value):
-        return {item: _plain(getattr(value, item)) for item in _names(type(value))}
-    return value
+    if kind in _RECORDS:
+        return {item: _plain(getattr(value, item)) for item in _names(kind)}
+    return dict(value) if isinstance(value, Mapping) else value
 
 
+_RECORDS = frozenset({Request, Action, Trigger, Model, EngineOptions})
 _PARTS: Mapping[str, type[Any]] = {"requests": Request, "actions": Action, "model": Model, "engine": EngineOptions}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -241,7 +241,7 @@ class _Run:
 
 
 async def _maybe(value: Any) -> Any:
-    return await value if isinstance(value, Awaitable) else value
+    return await value if inspect.isawaitable(value) else value
 
 
 async def _call(subject: RolloutSubject, method: str, *args: Any) -> None:
