@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollproof.checks import Check
-from rollproof.invariants import lifecycle, routes, stitch, versions, weights
+from rollproof.invariants import batch, lifecycle, routes, stitch, versions, weights
 
 __all__ = ["CHECKS"]
 
-CHECKS: tuple[Check, ...] = (*stitch.CHECKS, *routes.CHECKS, *versions.CHECKS, *weights.CHECKS, *lifecycle.CHECKS)
+CHECKS: tuple[Check, ...] = (*stitch.CHECKS, *routes.CHECKS, *versions.CHECKS, *weights.CHECKS, *lifecycle.CHECKS, *batch.CHECKS)

@@ -1,0 +1,175 @@
+"""Batching: runs a stack's conversion of finished samples into training rows, and judges what it carries.
+
+Needs no engine and no fleet: the samples are made (``rollproof.batch_cases``), the stack's own code converts them, and the
+checks of the family ``batch`` compare.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rollproof import clock
+from rollproof.batch_cases import BatchCase, batch_cases
+from rollproof.checks import Registry, default_registry
+from rollproof.contract import Contract
+from rollproof.errors import RollproofError, SubjectError
+from rollproof.judge import judge
+from rollproof.records import BatchRow, Rollout
+from rollproof.report import Canary, Report
+from rollproof.subjects import SubjectFactory
+from rollproof.trace import Batch, Header, Recorder, Trace
+
+__all__ = ["judge_batches", "record_batches"]
+
+_METHODS = ("collate", "rows")
+_ARRAYS = ("logprobs", "loss_mask", "routes")
+
+
+def judge_batches(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    seed: int = 0,
+    only: Iterable[str] = (),
+    cases: Iterable[BatchCase] | None = None,
+    expected: dict[str, str] | None = None,
+) -> Report:
+    """Convert the batch cases with the ``BatchSubject`` that ``factory`` makes, and report.
+
+    ``only`` selects checks by id (default: the family ``batch``), ``cases`` replaces the samples, ``expected`` maps ids of
+    checks that are known to fail to the reason. Raises ``SubjectError`` for a subject that does not implement the protocol.
+    """
+    start = time.perf_counter()
+    registry = default_registry().select(tuple(only) or ("batch",))
+    trace = record_batches(factory, name=name, seed=seed, cases=cases)
+    return Report(
+        subject=trace.header.subject,
+        profile="batches",
+        seed=seed,
+        results=judge(trace, registry).results,
+        exercised={},
+        canary=_canary(trace, registry),
+        expected={check_id: reason for check_id, reason in (expected or {}).items() if check_id in registry.ids},
+        cases=len(trace.events),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def record_batches(factory: SubjectFactory, *, name: str | None = None, seed: int = 0, cases: Iterable[BatchCase] | None = None) -> Trace:
+    """One ``Batch`` event per case: the samples that a fresh subject was given, and the rows that it made of them."""
+    label = name or getattr(factory, "__qualname__", type(factory).__name__)
+    contract = _make(factory, label).contract
+    recorder = Recorder(lambda: 0.0)
+    for case in batch_cases(contract, seed) if cases is None else cases:
+        recorder.record(_convert(_make(factory, label), case, label))
+    return recorder.trace(Header(subject=label, contract=contract, seed=seed, profile="batches", about="batches"))
+
+
+def _make(factory: SubjectFactory, label: str) -> Any:
+    try:
+        subject = factory()
+    except RollproofError:
+        raise
+    except Exception as error:  # whatever a user's constructor raises, told in our words
+        raise SubjectError(f"{label} could not be made: {type(error).__name__}: {error}.") from error
+    missing = [method for method in _METHODS if not callable(getattr(subject, method, None))]
+    if missing or not isinstance(getattr(subject, "contract", None), Contract):
+        raise SubjectError(
+            f"{label} made a {type(subject).__name__} without {missing or 'a contract'}: a BatchSubject has a `contract` (a Contract) "
+            f"and {list(_METHODS)}."
+        )
+    return subject
+
+
+def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
+    """Hand one case to the stack. What its conversion raises is a refusal, to be judged."""
+    given = [_copy(sample) for sample in case.samples]
+    event = Batch(name=case.name, samples=case.samples, defect=case.defect, defective=case.defective)
+    try:
+        batch = _settled(subject.collate(given))
+    except RollproofError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a refusal is an outcome
+        return replace(event, refused=f"{type(error).__name__}: {error}", changed=_changed(case.samples, given))
+    try:
+        rows = _settled(subject.rows(batch))
+    except RollproofError:
+        raise
+    except Exception as error:  # the adapter is the user's own code: tell which method failed on what
+        raise SubjectError(f"{label}.rows raised {type(error).__name__}: {error} on the batch of {case.name!r}.") from error
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, BatchRow) for row in rows):
+        raise SubjectError(f"{label}.rows must return a list of BatchRow, not {type(rows).__name__}.")
+    return replace(event, rows=tuple(_sound(row, label) for row in rows), changed=_changed(case.samples, given))
+
+
+def _settled(value: Any) -> Any:
+    """What a sync or async method returned; an async one runs on the virtual clock."""
+    if not isinstance(value, Awaitable):
+        return value
+
+    async def wait() -> Any:
+        return await value
+
+    return clock.run(wait)
+
+
+def _copy(sample: Rollout) -> Rollout:
+    """A sample whose arrays may be written to without reaching the trace; read-only ones stay read-only."""
+    arrays = {}
+    for name in _ARRAYS:
+        array = getattr(sample, name)
+        arrays[name] = None if array is None else array.copy()
+        if array is not None:
+            arrays[name].flags.writeable = array.flags.writeable
+    return replace(sample, **arrays)
+
+
+def _changed(samples: tuple[Rollout, ...], given: list[Rollout]) -> tuple[str, ...]:
+    """Names of the arrays that no longer are what was handed in."""
+    return tuple(
+        f"{name} of {sample.request_id}"
+        for sample, now in zip(samples, given, strict=False)
+        for name in _ARRAYS
+        if getattr(sample, name) is not None and not np.array_equal(getattr(sample, name), getattr(now, name), equal_nan=name == "logprobs")
+    )
+
+
+def _sound(row: BatchRow, label: str) -> BatchRow:
+    """The row with plain numpy arrays of its own. Raises ``SubjectError`` where shapes do not fit each other."""
+    places = np.shape(row.token_ids)
+    problems = []
+    values: dict[str, Any] = {}
+    for name in ("token_ids", "attention", "loss_mask", "logprobs", "routes", "routed"):
+        value = getattr(row, name)
+        if value is None:
+            continue
+        array = np.array(value)
+        values[name] = array.astype(np.float64) if name == "logprobs" else array.astype(np.int64) if array.dtype == bool else array
+        wanted = places if name not in ("routes", "routed") else (len(array), *array.shape[1:])
+        if array.shape != wanted or len(array) > (places[0] if places else 0) or array.ndim != (3 if name == "routes" else 1):
+            problems.append(f"{name} has the shape {array.shape} beside token_ids {places}")
+        elif name != "logprobs" and array.dtype.kind not in "iub":
+            problems.append(f"{name} is {array.dtype}, not an integer type")
+    if problems:
+        raise SubjectError(f"{label}.rows returned an unusable BatchRow for {row.request_id!r}: {'; '.join(problems)}.")
+    return replace(row, **values)
+
+
+def _canary(trace: Trace, registry: Registry) -> Canary | None:
+    """Shift the tokens of one row by a place: ``batch.tokens`` must see it."""
+    expected = "batch.tokens"
+    if expected not in registry.ids:
+        return None
+    for i, event in enumerate(trace.events):
+        if isinstance(event, Batch) and event.rows and not event.defect and len(set(event.rows[0].token_ids.tolist())) > 1:
+            spoiled = replace(event.rows[0], token_ids=np.roll(event.rows[0].token_ids, 1))
+            events = (*trace.events[:i], replace(event, rows=(spoiled, *event.rows[1:])), *trace.events[i + 1 :])
+            red = judge(replace(trace, events=events), Registry([registry[expected]]))[expected].found > 0
+            reason = "" if red else f"{expected} did not see it: this run cannot be trusted; please report it"
+            return Canary(planted="the tokens of a row shifted by one place", expected_by=expected, red=red, reason=reason)
+    return Canary(planted=None, expected_by=None, red=False, reason="no batch was fit for planting a fault")
