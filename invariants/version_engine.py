@@ -131,12 +131,15 @@ def unknown_stays_unknown(view: RequestView, out: Collector) -> None:
     part, tag = wrong[0]
     tokens = sum(part.end - part.start for part, _ in wrong)
     return out.finding(
-        f"{share(tokens, parts[-1].end, 'token')}, of a version that the engine did not show, "
-        f"{verb(tokens, 'is', 'are')} tagged {version_name(tag)}",
+        f"{share(tokens, parts[-1].end, 'token')} {verb(tokens, 'is', 'are')} tagged {version_name(tag)}, "
+        "although the engine showed no version for " + verb(tokens, "it", "them"),
         expected="no version, or the true one: " + sampled_by([part for part, _ in wrong]),
         observed=f"version {tag_list(dict.fromkeys(tag for _, tag in wrong))}",
         where=view.where(index=part.start, call=part.attempt, version=tag),
-        hint="An unknown version replaced by 0, or by the newest, turns stale tokens into fresh ones; keep None, or drop the sample.",
+        hint="The weights were loaded without a label, and the stack still names older ones: update_weights() without global_steps leaves the "
+        "old number in place (verl's servers). Pass the step, or tag the tokens as unknown."
+        if all(part.unlabelled for part, _ in wrong)
+        else "An unknown version replaced by 0, or by the newest, turns stale tokens into fresh ones; keep None, or drop the sample.",
     )
 
 

@@ -159,7 +159,7 @@ class TestUnknownStaysUnknown:
         spans = tuple(Span(start=i, end=i + 1, version=tag) for i, tag in enumerate(tags))
         story = tell(*self.PARTS, versions=kind, sample={"token_versions": tags, "spans": spans})
         finding = finds(self.ID, story)
-        assert f"1 of 4 tokens, of a version that the engine did not show, is tagged version {guess}" == finding.title
+        assert f"1 of 4 tokens is tagged version {guess}, although the engine showed no version for it" == finding.title
         assert "no version, or the true one: version 1 for token 2" == finding.expected
         assert (2, 1, guess) == (finding.where["index"], finding.where["call"], finding.where["version"])
         assert {self.ID} == blamed(story)
@@ -177,8 +177,9 @@ class TestUnknownStaysUnknown:
         shown = tell(Part(tokens=(5,), version=1, reason="stop"), request_id="w", prompt=(9,), versions=kind, header={"engine": _ENGINE})
         story = tell(part, versions=kind, labels={0: None}, sample=guess, teller=shown)
         finding = finds(self.ID, story)
-        assert "1 of 1 token, of a version that the engine did not show, is tagged version 1" == finding.title
+        assert "1 of 1 token is tagged version 1, although the engine showed no version for it" == finding.title
         assert "no version, or the true one: weights without a label for token 0" == finding.expected
+        assert "update_weights() without global_steps" in finding.hint
         assert {self.ID} == blamed(story)
 
     def test_engines_that_show_nothing_leave_it_to_the_stack(self) -> None:
