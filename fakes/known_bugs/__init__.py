@@ -5,7 +5,7 @@ One module per subject; ``rollproof known-bugs`` runs them all and prints who sa
 
 from __future__ import annotations
 
-from rollproof.fakes.known_bugs import capture, lifecycle, routes, stitch, values, versions, weights
+from rollproof.fakes.known_bugs import batch, capture, lifecycle, routes, stitch, values, versions, weights
 from rollproof.known_bug import KnownBug
 
 __all__ = ["KNOWN_BUGS"]
@@ -18,5 +18,6 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *versions.BUGS,
     *weights.BUGS,
     *lifecycle.BUGS,
+    *batch.BUGS,
 )
 """All of them, family by family."""
