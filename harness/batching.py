@@ -28,6 +28,15 @@ __all__ = ["judge_batches", "record_batches"]
 
 _METHODS = ("collate", "rows")
 _ARRAYS = ("logprobs", "loss_mask", "routes")
+_FIELDS = (
+    ("token_ids", 1, "iu"),
+    ("attention", 1, "iub"),
+    ("loss_mask", 1, "iub"),
+    ("logprobs", 1, "f"),
+    ("routes", 3, "iu"),
+    ("routed", 1, "iub"),
+)
+"""Fields of a ``BatchRow``: rank, and the kinds of numpy types."""
 
 
 def judge_batches(
@@ -140,21 +149,25 @@ def _changed(samples: tuple[Rollout, ...], given: list[Rollout]) -> tuple[str, .
 
 
 def _sound(row: BatchRow, label: str) -> BatchRow:
-    """The row with plain numpy arrays of its own. Raises ``SubjectError`` where shapes do not fit each other."""
-    places = np.shape(row.token_ids)
-    problems = []
+    """The row with numpy arrays of its own. Raises ``SubjectError`` for what is no array of the right rank and type.
+
+    Lengths that disagree are kept: they are the stack's, and for the checks to find. Only ``attention`` must fit, for
+    without it no place can be told from padding.
+    """
     values: dict[str, Any] = {}
-    for name in ("token_ids", "attention", "loss_mask", "logprobs", "routes", "routed"):
+    problems = []
+    for name, rank, kinds in _FIELDS:
         value = getattr(row, name)
         if value is None:
             continue
         array = np.array(value)
-        values[name] = array.astype(np.float64) if name == "logprobs" else array.astype(np.int64) if array.dtype == bool else array
-        wanted = places if name not in ("routes", "routed") else (len(array), *array.shape[1:])
-        if array.shape != wanted or len(array) > (places[0] if places else 0) or array.ndim != (3 if name == "routes" else 1):
-            problems.append(f"{name} has the shape {array.shape} beside token_ids {places}")
-        elif name != "logprobs" and array.dtype.kind not in "iub":
-            problems.append(f"{name} is {array.dtype}, not an integer type")
+        values[name] = array.astype(np.float64) if name == "logprobs" and array.dtype.kind == "f" else array
+        if array.ndim != rank or array.dtype.kind not in kinds:
+            problems.append(
+                f"{name} must be a {rank}-D array of {'numbers' if 'f' in kinds else 'integers'}, not {array.dtype} {array.shape}"
+            )
+    if not problems and values["attention"].shape != values["token_ids"].shape:
+        problems.append(f"attention has the shape {values['attention'].shape} beside token_ids {values['token_ids'].shape}")
     if problems:
         raise SubjectError(f"{label}.rows returned an unusable BatchRow for {row.request_id!r}: {'; '.join(problems)}.")
     return replace(row, **values)

@@ -160,9 +160,9 @@ class BatchRow:
 
     ``token_ids`` is ``(places,)``, ``attention`` ``(places,)`` with 1 where a token of the sample stands and 0 where padding
     does. ``loss_mask`` is ``(places,)`` with 1 where the loss counts, ``logprobs`` ``(places,)`` float64; ``None`` where the
-    batch carries none. ``routes`` is ``(rows, layers, top_k)`` with row i at place i, at most ``places`` rows; ``routed`` is
-    ``(rows,)`` with 0 where the batch marks a row as no capture, ``None`` where it marks nothing. A packed batch is one
-    ``BatchRow`` per sample.
+    batch carries none. ``routes`` is ``(rows, layers, top_k)`` with row i at place i; ``routed`` is ``(rows,)`` with 0 where
+    the batch marks a row as no capture, ``None`` where it marks nothing. Of ``token_ids`` and ``attention`` the lengths agree;
+    those of the others are what the stack made of them. A packed batch is one ``BatchRow`` per sample.
     """
 
     request_id: str

@@ -120,8 +120,8 @@ def _padding(batch: Conversion, out: Collector) -> None:
     for one in batch.placed:
         mask = one.row.loss_mask
         padded = np.flatnonzero(one.row.attention == 0)
-        if mask is None or not len(padded):
-            out.absent("no row has padding and a loss mask")
+        if mask is None or not len(padded) or one.misfit("loss_mask") is not None:
+            out.absent("no row has padding and a loss mask of its length")
             continue
         out.exercised("padded places", len(padded))
         bad = padded[mask[padded] != 0]
@@ -147,6 +147,8 @@ def _loss_mask(batch: Conversion, out: Collector) -> None:
             out.absent("the batch carries no loss mask")
             continue
         out.exercised("tokens compared", len(one.places))
+        if _misfit(batch, out, one, "loss_mask"):
+            continue
         mask = one.row.loss_mask != 0
         wanted = np.zeros(len(one.tokens), dtype=bool)
         wanted[len(one.sample.prompt_ids) :] = one.trained
@@ -166,6 +168,20 @@ def _loss_mask(batch: Conversion, out: Collector) -> None:
                 hint="The response mask is not the attention mask: tool and user tokens are attended and not trained "
                 "(verl #2543). Both must be shifted and padded alike.",
             )
+
+
+def _misfit(batch: Conversion, out: Collector, one: Placed, field: str) -> bool:
+    """Report a per-place field of another length than the row."""
+    length = one.misfit(field)
+    if length is not None:
+        out.finding(
+            f"a {field} of another length than its row",
+            expected=f"{plural(len(one.row.token_ids), 'place')}",
+            observed=f"{length}",
+            where=batch.where(one.sample),
+            hint="Per-token fields are padded, cut and stacked together or not at all.",
+        )
+    return length is not None
 
 
 def _excusable(one: Placed) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -201,8 +217,11 @@ def _logprobs(batch: Conversion, out: Collector) -> None:
                 hint="A field that one sample lacks must not be dropped for all: pad it and mask it.",
             )
             continue
+        if _misfit(batch, out, one, "logprobs"):
+            continue
         got = one.row.logprobs[one.response_places]
-        counts = one.trained if one.row.loss_mask is None else one.row.loss_mask[one.response_places] != 0
+        masked = one.row.loss_mask is not None and one.misfit("loss_mask") is None
+        counts = one.row.loss_mask[one.response_places] != 0 if masked and one.row.loss_mask is not None else one.trained
         out.exercised("logprobs compared", int(counts.sum()))
         missing = np.isnan(given)
         invented = np.flatnonzero(missing & counts & ~np.isnan(got))

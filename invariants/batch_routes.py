@@ -298,34 +298,46 @@ def _refuses(batch: Conversion, out: Collector) -> None:
 
 def _made_of(one: Placed) -> str:
     """What became of a malformed sample that was accepted; empty where nothing false can be trained on."""
-    sample, row = one.sample, one.row
-    total, response = len(one.tokens), len(sample.response_ids)
+    sample, total = one.sample, len(one.tokens)
     if sample.routes is not None and len(sample.routes) > total:
-        return f"{len(sample.routes)} rows were cut to the tokens" if row.routes is not None else ""
+        return f"{len(sample.routes)} rows were cut to the tokens" if one.row.routes is not None else ""
     if sample.routes is not None and len(sample.routes) < total - 1:
-        if row.routes is None or not one.sound:
-            return ""
-        legal = _legal(one.contract, row, one.places[len(sample.routes) : total - 1])
-        told = _told(one.contract, row, legal) if len(legal) else ""
-        return f"{told} stands at {plural(len(legal), 'token')} that have no row, and is replayed" if len(legal) else ""
-    if sample.logprobs is not None and len(sample.logprobs) != response:
-        if row.logprobs is None:
-            return ""
-        if len(sample.logprobs) > response:
-            return f"{len(sample.logprobs)} logprobs were cut to {plural(response, 'token')}"
-        if not one.sound:
-            return "rows of another length than the tokens"
-        rest = one.response_places[len(sample.logprobs) :]
-        counts = np.ones(len(rest), dtype=bool) if row.loss_mask is None else row.loss_mask[rest] != 0
-        filled = counts & ~np.isnan(row.logprobs[rest])
-        return (
-            f"{row.logprobs[rest][filled][0]:g} stands for {plural(int(filled.sum()), 'logprob')} that nobody returned"
-            if filled.any()
-            else ""
-        )
-    if sample.loss_mask is not None and len(sample.loss_mask) != response:
-        return f"the mask of {len(sample.loss_mask)} was taken for {plural(response, 'token')}"
+        return _made_of_short_routes(one)
+    for field in ("logprobs", "loss_mask"):
+        given = getattr(sample, field)
+        if given is not None and len(given) != len(sample.response_ids):
+            return _made_of_field(one, field, len(given))
     return ""
+
+
+def _made_of_short_routes(one: Placed) -> str:
+    assert one.sample.routes is not None
+    if one.row.routes is None or not one.sound:
+        return ""
+    legal = _legal(one.contract, one.row, one.places[len(one.sample.routes) : len(one.tokens) - 1])
+    return (
+        f"{_told(one.contract, one.row, legal)} stands at {plural(len(legal), 'token')} that have no row, and is replayed"
+        if len(legal)
+        else ""
+    )
+
+
+def _made_of_field(one: Placed, field: str, given: int) -> str:
+    array = getattr(one.row, field)
+    response = len(one.sample.response_ids)
+    if array is None:
+        return ""
+    if one.misfit(field) is not None:
+        return f"{given} went into the batch beside {plural(response, 'token')}"
+    if given > response:
+        return f"{given} were cut to {plural(response, 'token')}"
+    if field == "loss_mask" or not one.sound:
+        return f"the mask of {given} was taken for {plural(response, 'token')}"
+    rest = one.response_places[given:]
+    masked = one.row.loss_mask is not None and one.misfit("loss_mask") is None
+    counts = one.row.loss_mask[rest] != 0 if masked and one.row.loss_mask is not None else np.ones(len(rest), dtype=bool)
+    filled = counts & ~np.isnan(array[rest])
+    return f"{array[rest][filled][0]:g} stands for {plural(int(filled.sum()), 'logprob')} that nobody returned" if filled.any() else ""
 
 
 CHECKS: tuple[Check, ...] = (_routes, _expert_ids, _filler, _Mixed, _refuses)

@@ -63,6 +63,11 @@ class Placed:
         final = self.contract.rows is Rows.ALL and len(self.sample.routes) >= len(self.tokens)
         return min(len(self.sample.routes), len(self.tokens)) - final
 
+    def misfit(self, field: str) -> int | None:
+        """The length of a per-place field that is not the number of places; ``None`` where it fits or is absent."""
+        array = getattr(self.row, field)
+        return None if array is None or len(array) == len(self.row.token_ids) else len(array)
+
     def rows_at(self, tokens: Places) -> IntArray:
         """The routes of the row at the places of ``tokens`` (indexes), those that it has, MoE columns only."""
         assert self.row.routes is not None

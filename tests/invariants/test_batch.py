@@ -221,7 +221,7 @@ _MANY = padded_contract(num_experts=1000, top_k=8)
 _FAULTS: list[tuple[Callable[[], Padder], str, str]] = [
     (_Shifted, "batch.routes", "token 0's row stands at place 6, 1 places off; so for 6 of 6 captured rows (token 0-5)"),
     (_RightPadded, "batch.routes", "token 0's row stands at place 0, 5 places off"),
-    (_Exchanged, "batch.routes", "the row at place 5 is that of token"),
+    (_Exchanged, "batch.routes", "so for 6 of 6 captured rows"),
     (_NoRoutes, "batch.routes", "none"),
     (lambda: _Narrow(_MANY, mark=True), "batch.expert-ids", "uint8 holds at most 255; ids came out as others"),
     (_FirstDecides, "batch.mixed", "no routes for r"),
@@ -273,7 +273,7 @@ def test_malformed_samples_that_are_padded_or_cut_are_found() -> None:
     assert told["2 route rows for 7 tokens: accepted"] == "expert 0, 2 times, stands at 4 tokens that have no row, and is replayed"
     assert told["9 route rows for 7 tokens: accepted"] == "9 rows were cut to the tokens"
     assert told["2 logprobs for 5 response tokens: accepted"] == "0 stands for 3 logprobs that nobody returned"
-    assert told["8 logprobs for 5 response tokens: accepted"] == "8 logprobs were cut to 5 tokens"
+    assert told["8 logprobs for 5 response tokens: accepted"] == "8 were cut to 5 tokens"
 
 
 def test_a_short_sample_may_be_kept_where_its_missing_rows_are_marked() -> None:
@@ -286,6 +286,35 @@ def test_a_short_sample_may_be_kept_where_its_missing_rows_are_marked() -> None:
 
     for made in (lambda: Marks(), lambda: Marks(padded_contract(filler="zeros"), mark=True)):
         assert _failing(judge_batches(made)) == set()
+
+
+def test_lengths_that_disagree_within_a_row_are_found() -> None:
+    """Malformed fields that are passed on as they came, and well-formed ones that come out shorter."""
+
+    class PassesOn(Padder):
+        def check(self, sample: Rollout) -> None:
+            fits = all(
+                getattr(sample, name) is None or len(getattr(sample, name)) == len(sample.response_ids)
+                for name in ("logprobs", "loss_mask")
+            )
+            if fits:
+                super().check(sample)
+
+        def row(self, sample: Rollout) -> BatchRow:
+            fits = sample.logprobs is not None and len(sample.logprobs) == len(sample.response_ids)
+            row = super().row(sample if fits else replace(sample, logprobs=None))
+            return row if fits or sample.logprobs is None else replace(row, logprobs=sample.logprobs)
+
+    report = judge_batches(lambda: PassesOn(padded_contract(rows="captured-prefix")), name="passes on")
+    assert "2 went into the batch beside 5 tokens" in {finding.observed for finding in _findings(report, "batch.refuses")}
+
+    class Shorter(Padder):
+        def row(self, sample: Rollout) -> BatchRow:
+            row = super().row(sample)
+            return replace(row, loss_mask=None if row.loss_mask is None else row.loss_mask[:-1])
+
+    finding = _findings(judge_batches(Shorter), "batch.loss-mask")[0]
+    assert (finding.title, finding.expected, finding.observed) == ("a loss_mask of another length than its row", "18 places", "17")
 
 
 def test_an_empty_response_must_not_stop_a_batch() -> None:
@@ -361,6 +390,11 @@ class _BadShape(Padder):
         return [replace(row, attention=row.attention[:-1]) for row in batch]
 
 
+class _BadRank(Padder):
+    def rows(self, batch: list[BatchRow]) -> list[BatchRow]:
+        return [replace(row, routes=np.zeros((2, 2))) for row in batch]
+
+
 class _RaisesInRows(Padder):
     def rows(self, batch: list[BatchRow]) -> list[BatchRow]:
         raise KeyError("responses")
@@ -372,6 +406,7 @@ class _RaisesInRows(Padder):
         (_raises, "could not be made: RuntimeError: no tokenizer"),
         (_NoMethod, r"without \['rows'\]: a BatchSubject has"),
         (_BadRows, "must return a list of BatchRow, not dict"),
+        (_BadRank, r"routes must be a 3-D array of integers, not float64 \(2, 2\)"),
         (_BadShape, r"attention has the shape \(17,\) beside token_ids \(18,\)"),
         (_RaisesInRows, "rows raised KeyError: 'responses' on the batch of 'one sample'"),
     ],
