@@ -132,6 +132,11 @@ class Step:
         """Whether the call sent a part of what was known, from the start."""
         return self.agree == self.sent < self.known
 
+    @property
+    def after_end(self) -> bool:
+        """Whether the call asked for more of a turn that had ended, with or without tokens of its own."""
+        return self.ended and self.agree in (self.sent, self.known)
+
 
 @dataclass(frozen=True, eq=False)
 class Stitched:

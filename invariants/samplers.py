@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollproof.stitching import Stretch
     from rollproof.view import Attempt, History, RequestView
 
-__all__ = ["Key", "Sampler", "engines_show_versions", "key", "order", "published", "reply_samplers", "samplers", "zero_token_labels"]
+__all__ = ["Key", "Sampler", "engines_show_versions", "key", "order", "published", "reply_samplers", "samplers"]
 
 Key: TypeAlias = "int | str | None"
 """A label in the form in which labels are compared: ``"7"`` and ``7`` are one label (SGLang's are strings)."""
@@ -101,12 +101,6 @@ def order(history: History, labels: Iterable[Key]) -> dict[Key, int] | None:
     return out if len(out) == len(ranks) else None
 
 
-def zero_token_labels(view: RequestView) -> frozenset[Key]:
-    """The labels that replies without tokens showed."""
-    empty = (attempt.consumed for attempt in view.segments)
-    return frozenset(key(reply.output.version) for reply in empty if reply is not None and not reply.output.token_ids)
-
-
 def _rank(history: History, label: Version) -> int | None:
     rank = history.rank_of(label)
     if rank is None and label is not None:
@@ -119,16 +113,16 @@ def _samplers(view: RequestView) -> tuple[Sampler, ...]:
     for stretch in view.stitched.stretches:
         if stretch.attempt >= 0:
             by_attempt.setdefault(stretch.attempt, []).append(stretch)
-    return tuple(sampler for number, stretches in by_attempt.items() for sampler in _of_call(view, view.attempts[number], stretches))
+    showing = engines_show_versions(view)
+    return tuple(part for number, stretches in by_attempt.items() for part in _of_call(view, view.attempts[number], stretches, showing))
 
 
-def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch]) -> list[Sampler]:
+def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], showing: bool) -> list[Sampler]:
     reply = attempt.consumed
     spans = bool(reply is not None and reply.output.spans)
     truths = [_truth(view, attempt, stretch, spans) for stretch in stretches]
     # one label for a call that several versions sampled says which of them only by convention (admission or emission)
     blind = not spans and len({truth for truth, _ in truths}) > 1
-    showing = engines_show_versions(view)
     everything = frozenset().union(*(truth for truth, _ in truths if truth is not None))
     out = []
     for stretch, (labels, unlabelled) in zip(stretches, truths, strict=True):
@@ -175,4 +169,9 @@ def _untouched(view: RequestView, attempt: Attempt) -> bool:
     if reply is None or not view.history.updates:
         return False
     server, first, last = attempt.call.server_id, attempt.call.index, reply.index
-    return not any(update.server_id == server and first < update.index < last for update in reversed(view.history.updates))
+    for update in reversed(view.history.updates):
+        if update.index < first:
+            return True
+        if update.server_id == server and update.index < last:
+            return False
+    return True

@@ -72,6 +72,11 @@ def _overgranted(view: RequestView, budget: int) -> list[tuple[Step, Attempt]]:
     ]
 
 
+def _was_overgranted(view: RequestView, attempt: Attempt) -> bool:
+    budget = view.request.budget
+    return budget is not None and any(one is attempt for _, one in _overgranted(view, budget))
+
+
 @request_check(
     "stitch.budget-total",
     promise="A rollout never holds more sampled tokens than its budget, nor a reply more than its call was granted.",
@@ -273,8 +278,7 @@ def zero_token_segments(view: RequestView, out: Collector) -> None:
             continue  # another sequence, which stitch.resume-prompt judges
         out.exercised("calls after a reply without tokens")
         a, b = before.call.max_tokens, after.call.max_tokens
-        over = view.request.budget is not None and any(pair[1] is before for pair in _overgranted(view, view.request.budget))
-        if a is not None and b is not None and b < a and not over:
+        if a is not None and b is not None and b < a and not _was_overgranted(view, before):
             return out.finding(
                 f"A reply without tokens changed the budget from {a} to {b}",
                 expected=f"call {after.number} may sample {a}, as call {before.number} might",

@@ -45,7 +45,7 @@ def resume_prompt(view: RequestView, out: Collector) -> None:
     for step in view.stitched.steps:
         if step.continues:
             out.exercised("first calls" if step.attempt == 0 else "calls of a later turn" if step.turn else "resuming calls")
-        elif step.ended:
+        elif step.after_end:
             continue  # stitch.no-call-after-end says so
         elif step.restarts and step.sent >= len(view.request.prompt_ids) and (not client or _excused(view, step)):
             out.exercised("restarts")
@@ -82,6 +82,12 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
     elif step.agree == step.known:
         title = f"Call {step.attempt} sends {count(step.sent - step.known, 'token')} more than the prompt and what was delivered"
         hint = _extra_hint(sent, known, step)
+    elif step.ended:
+        title = f"Call {step.attempt} begins a turn on a history that differs from what was delivered, from position {step.agree} on"
+        hint = (
+            "The earlier turns were rendered anew, by a template that drops or respells tokens: what follows was sampled in a context that "
+            "the response does not show. Append the new turn to the ids as delivered, or hand each turn over as a sample of its own."
+        )
     else:
         title = f"Call {step.attempt} resumes from a sequence that differs from what was delivered, from position {step.agree} on"
         hint = (
@@ -123,7 +129,7 @@ def _known_response(view: RequestView, step: Step) -> tuple[int, ...]:
 def no_call_after_end(view: RequestView, out: Collector) -> None:
     """Look for a call that was made although the turn had ended with ``stop``."""
     reference = view.stitched
-    late = [step for step in reference.steps if step.ended]
+    late = [step for step in reference.steps if step.after_end]
     if reference.finish_reason in (FinishReason.STOP, FinishReason.COMPLETED) or late:
         out.exercised("natural ends")
     if not late:

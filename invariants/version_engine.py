@@ -68,12 +68,13 @@ def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
     if view.engine is None or view.engine.tag_read is None or reply is None:
         return False
     first = (attempt.admit or attempt.call).index
-    served: set[Key] = set()
-    for update in view.history.updates:
+    for update in reversed(view.history.updates):
         if update.server_id == attempt.call.server_id and update.index < reply.index:
-            label = key(update.label)
-            served = {label} if update.index < first else served | {label}
-    return shown in served
+            if key(update.label) == shown:
+                return True
+            if update.index < first:
+                return False
+    return False
 
 
 @request_check(
@@ -136,8 +137,8 @@ def unknown_stays_unknown(view: RequestView, out: Collector) -> None:
         expected="no version, or the true one: " + sampled_by([part for part, _ in wrong]),
         observed=f"version {tag_list(dict.fromkeys(tag for _, tag in wrong))}",
         where=view.where(index=part.start, call=part.attempt, version=tag),
-        hint="The weights were loaded without a label, and the stack still names older ones: update_weights() without global_steps leaves the "
-        "old number in place (verl's servers). Pass the step, or tag the tokens as unknown."
+        hint="The weights were loaded without a label, and the stack still names older ones: update_weights() without global_steps "
+        "leaves the old number in place (verl's servers). Pass the step, or tag the tokens as unknown."
         if all(part.unlabelled for part, _ in wrong)
         else "An unknown version replaced by 0, or by the newest, turns stale tokens into fresh ones; keep None, or drop the sample.",
     )

@@ -14,7 +14,7 @@ from rollproof.checks import Check, Collector, request_check
 from rollproof.contract import Contract, Versions
 from rollproof.invariants import version_engine, version_places
 from rollproof.invariants.delivery import delivery, missing_reason
-from rollproof.invariants.samplers import Key, Sampler, key, order, published, samplers, zero_token_labels
+from rollproof.invariants.samplers import Key, Sampler, key, order, published, samplers
 from rollproof.invariants.version_words import sampled_by, tag_list, tags_of
 from rollproof.invariants.wording import count, listing, verb, version_name
 from rollproof.records import Rollout, Version
@@ -161,7 +161,8 @@ def sample_tag(view: RequestView, out: Collector) -> None:
 
 
 def _stale_hint(view: RequestView, tag: Key, parts: Sequence[Sampler]) -> str:
-    if tag in zero_token_labels(view):
+    empty = (attempt.consumed for attempt in view.segments)
+    if any(reply is not None and not reply.output.token_ids and key(reply.output.version) == tag for reply in empty):
         return "It is the version of a call that was aborted before its first token: a call without tokens must not set the tag."
     ranks = order(view.history, [tag, *(label for part in parts for label in part.labels or ())])
     if ranks is not None and ranks[tag] > max(ranks[label] for part in parts for label in part.labels or ()):

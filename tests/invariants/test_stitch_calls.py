@@ -100,6 +100,14 @@ class TestResumePrompt:
         finding = finds(self.ID, story)
         assert ("prompt (2) + delivered response (2) = 4 tokens: [1, 2, 11, 12]", 1) == (finding.expected, finding.where["call"])
 
+    def test_a_history_that_was_rendered_anew_is_found(self) -> None:
+        """A chat template dropped a token of the first turn, and appended the second one."""
+        story = self._resume(1, 2, 11, 13, 91, reason="stop")
+        finding = finds(self.ID, story)
+        assert "Call 1 begins a turn on a history that differs from what was delivered, from position 3 on" == finding.title
+        assert "rendered anew" in finding.hint
+        assert {self.ID} == blamed(story)
+
     def test_turns_are_counted_apart(self) -> None:
         """A call that brings the environment's words itself begins a turn."""
         parts = (Part(tokens=(11,), reason="stop"), Part(said=(91,), tokens=(12,), reason="stop"))
