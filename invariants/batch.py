@@ -113,15 +113,18 @@ def _tokens(batch: Conversion, out: Collector) -> None:
 @batch_check(
     "batch.padding",
     promise="Padding is attended nowhere and counts in no loss.",
-    needs=_NEEDS + "; rows with padding and a loss mask",
-    exercised_by="padded places",
+    needs=_NEEDS + "; rows with a loss mask",
+    exercised_by=("padded places", "rows without padding"),
 )
 def _padding(batch: Conversion, out: Collector) -> None:
     for one in batch.placed:
         mask = one.row.loss_mask
         padded = np.flatnonzero(one.row.attention == 0)
-        if mask is None or not len(padded) or one.misfit("loss_mask") is not None:
-            out.absent("no row has padding and a loss mask of its length")
+        if mask is None or one.misfit("loss_mask") is not None:
+            out.absent("no row has a loss mask of its length")
+            continue
+        if not len(padded):
+            out.exercised("rows without padding")
             continue
         out.exercised("padded places", len(padded))
         bad = padded[mask[padded] != 0]
