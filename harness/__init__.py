@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rollproof.subjects import EngineSubject as EngineSubject
     from rollproof.subjects import ReplaySubject as ReplaySubject
     from rollproof.subjects import RolloutSubject as RolloutSubject
+    from rollproof.suites import BatchConformance as BatchConformance
     from rollproof.suites import RolloutConformance as RolloutConformance
     from rollproof.suites import conformance as conformance
     from rollproof.trace import Trace as Trace
@@ -52,7 +53,7 @@ _HOMES = {
     "records": ("EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
     "report": ("Report",),
     "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
-    "suites": ("RolloutConformance", "conformance"),
+    "suites": ("BatchConformance", "RolloutConformance", "conformance"),
     "trace": ("Trace",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -60,6 +61,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "Action",
     "ActionKind",
+    "BatchConformance",
     "BatchSubject",
     "Case",
     "Check",

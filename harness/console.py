@@ -82,16 +82,16 @@ def summary_text(report: Mapping[str, Any]) -> str:
 
 
 def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line]:
-    """One check: verdict, id, reason; then its first findings."""
+    """One check: verdict, id, reason; then its first ``findings`` findings (0: only how many there are)."""
     word, style = _VERDICTS[check["verdict"]]
-    told = "" if check["verdict"] in ("pass", "fail") else check["reason"]
+    told = "" if check["verdict"] == "pass" or (check["verdict"] == "fail" and findings) else check["reason"]
     times = sum(check["exercised"].values())
     put = f" (put to the test {times:,} times)" if check["verdict"] == "pass" else ""
     yield style, _wrapped(f"  {word}  {check['id']}{put}{': ' + told if told else ''}", "      ")
     for number, finding in enumerate(check["findings"][:findings], 1):
         yield from finding_lines(finding, number)
     more = check.get("found", len(check["findings"])) - min(findings, len(check["findings"]))
-    if more > 0:
+    if more > 0 and findings:
         yield Style.FAINT, f"     ... and {more:,} more finding{'s' if more > 1 else ''} of this check"
 
 

@@ -272,7 +272,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("rollproof")
     verbose = terminalreporter.config.get_verbosity() > 0
     for report in state.reports.values():
-        for style, text in report_lines(report, verbose=verbose, findings=1):
+        # An item has shown its findings; those of recordings were in the error of the test.
+        for style, text in report_lines(report, verbose=verbose, findings=0):
             terminalreporter.write_line(text, **style.markup)
     for line in state.closing:
         terminalreporter.write_line(line)

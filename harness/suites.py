@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
+from rollproof.batching import judge_batches
 from rollproof.campaign import run_conformance
 from rollproof.checks import CheckResult, Verdict, default_registry
 from rollproof.console import check_lines, text_of
@@ -27,7 +28,7 @@ from rollproof.report import Report
 from rollproof.schedules import profile_named
 from rollproof.subjects import SubjectFactory
 
-__all__ = ["RolloutConformance", "Suite", "conformance", "parametrize", "run_item", "seed_of", "write_files"]
+__all__ = ["BatchConformance", "RolloutConformance", "Suite", "conformance", "parametrize", "run_item", "seed_of", "write_files"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -43,6 +44,7 @@ class Suite:
     only: tuple[str, ...] = ()
     flavours: tuple[str, ...] | None = None
     expected: Mapping[str, str] | None = None
+    batches: bool = False
 
 
 def conformance(
@@ -57,9 +59,9 @@ def conformance(
 ) -> Callable[[_F], _F]:
     """Decorate a test function that takes ``check``: it becomes one pytest item per check.
 
-    ``factory`` makes a fresh subject: a class, or a function without arguments. The subject is run once per session; each
-    item fails, is skipped or goes on by the verdict of its check. The body runs after that, with the ``CheckResult`` as
-    ``check``, and may be a docstring alone; other fixtures may be asked for as usual::
+    ``factory`` makes a fresh subject: a class, or a function without arguments (of a ``BatchSubject``: its class). The
+    subject is run once per session; each item fails, is skipped or goes on by the verdict of its check. The body runs after
+    that, with the ``CheckResult`` as ``check``, and may be a docstring alone; other fixtures may be asked for as usual::
 
         @rollproof.conformance(MyStack)
         def test_rollouts(check):
@@ -76,6 +78,7 @@ def conformance(
         only=_checked(tuple(only)),
         flavours=None if flavours is None else tuple(flavours),
         expected=expected,
+        batches=isinstance(factory, type) and hasattr(factory, "collate"),
     )
     _check_profile(profile)
     _checked(tuple(expected or ()), families=False)
@@ -95,17 +98,22 @@ def conformance(
     return mark
 
 
-class RolloutConformance:
-    """Base of a test class for one subject.
+def _check_profile(profile: str | None) -> None:
+    if profile is not None and profile not in PROFILES:
+        raise UsageError(f"No profile is named {profile!r}; choose one of {list(PROFILES)}.")
 
-    Set ``subject`` to a factory, or make it a method that returns a fresh subject::
 
-        class TestMyStack(rollproof.RolloutConformance):
-            subject = MyStack
+def _checked(names: tuple[str, ...], *, families: bool = True) -> tuple[str, ...]:
+    """The names of checks (and families), unless one does not exist."""
+    if names:
+        registry = default_registry()
+        for name in names:
+            _ = registry.select([name]) if families else registry[name]
+    return names
 
-    ``profile``, ``seed``, ``only``, ``flavours`` and ``expected`` may be set too; they mean what they mean in
-    ``conformance``. The subclass must have a name that pytest collects (``Test...`` unless ``python_classes`` says otherwise).
-    """
+
+class _Conformance:
+    """What the bases of test classes share. Their attributes mean what the arguments of ``conformance`` mean."""
 
     subject: ClassVar[Any] = None
     profile: ClassVar[str | None] = None
@@ -113,6 +121,7 @@ class RolloutConformance:
     only: ClassVar[tuple[str, ...]] = ()
     flavours: ClassVar[tuple[str, ...] | None] = None
     expected: ClassVar[Mapping[str, str] | None] = None
+    _batches: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -132,6 +141,25 @@ class RolloutConformance:
     test_check._rollproof_suite = Suite()  # type: ignore[attr-defined]  # read by the plugin; filled in from the class
 
 
+class RolloutConformance(_Conformance):
+    """Base of a test class for a stack's rollout code.
+
+    Set ``subject`` to a factory, or make it a method that returns a fresh subject::
+
+        class TestMyStack(rollproof.RolloutConformance):
+            subject = MyStack
+
+    ``profile``, ``seed``, ``only``, ``flavours`` and ``expected`` may be set too; they mean what they mean in
+    ``conformance``. The subclass must have a name that pytest collects (``Test...`` unless ``python_classes`` says otherwise).
+    """
+
+
+class BatchConformance(_Conformance):
+    """As ``RolloutConformance``, for a ``BatchSubject``: a stack's conversion of finished samples into training batches."""
+
+    _batches: ClassVar[bool] = True
+
+
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Make one item per check of a function that carries a suite (called by the plugin while pytest collects)."""
     suite = _suite(metafunc.function, metafunc.cls)
@@ -139,7 +167,8 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         return
     only = suite.only or metafunc.config.stash[STATE].settings.only
     registry = default_registry()
-    ids = (registry.select(only) if only else registry).ids
+    about = "batches" if suite.batches else "rollouts"
+    ids = [check.id for check in (registry.select(only) if only else registry) if check.about == about]
     metafunc.parametrize("check", [pytest.param(check_id, id=check_id, marks=pytest.mark.rollproof) for check_id in ids])
 
 
@@ -241,15 +270,20 @@ def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config:
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     listed = ExpectedFailures.read(state.settings.expected, missing_ok=state.settings.accept) if state.settings.expected else None
     assert suite.factory is not None
+    only = suite.only or state.settings.only
+    expected = {**(suite.expected or {}), **(listed.reasons(name) if listed else {})}
     try:
+        if suite.batches:
+            return judge_batches(suite.factory, name=name, seed=seed, only=only, expected=expected)
         return run_conformance(
             suite.factory,
             name=name,
             profile=profile,
             seed=seed,
-            only=suite.only or state.settings.only,
+            only=only or [check.id for check in default_registry() if check.about == "rollouts"],
             flavours=suite.flavours,
-            expected={**(suite.expected or {}), **(listed.reasons(name) if listed else {})},
+            expected=expected,
+            recipe=_recipe(suite.factory),
             witness_dir=config.rootpath / ".rollproof" / worker / folder_name(name),
         )
     except Exception as error:  # noqa: BLE001 - raised again for the first item
@@ -261,7 +295,7 @@ def _suite(function: Any, cls: type | None) -> Suite | None:
     suite = getattr(function, "_rollproof_suite", None)
     if not isinstance(suite, Suite) or suite.factory is not None:
         return suite if isinstance(suite, Suite) else None
-    if cls is None or not issubclass(cls, RolloutConformance) or cls.subject is None:
+    if cls is None or not issubclass(cls, _Conformance) or cls.subject is None:
         raise pytest.UsageError(
             f"{cls.__name__ if cls else function} must set `subject`: a factory, or a method that returns a fresh subject."
         )
@@ -273,10 +307,11 @@ def _suite(function: Any, cls: type | None) -> Suite | None:
         only=tuple(cls.only),
         flavours=cls.flavours,
         expected=cls.expected,
+        batches=cls._batches,
     )
 
 
-def _factory(cls: type[RolloutConformance]) -> SubjectFactory:
+def _factory(cls: type[_Conformance]) -> SubjectFactory:
     """The class attribute as a factory: a plain function with a parameter is a method, and made on a fresh test object."""
     raw = inspect.getattr_static(cls, "subject")
     if inspect.isfunction(raw) and inspect.signature(raw).parameters:
@@ -285,18 +320,10 @@ def _factory(cls: type[RolloutConformance]) -> SubjectFactory:
     return made
 
 
-def _check_profile(profile: str | None) -> None:
-    if profile is not None and profile not in PROFILES:
-        raise UsageError(f"No profile is named {profile!r}; choose one of {list(PROFILES)}.")
-
-
-def _checked(names: tuple[str, ...], *, families: bool = True) -> tuple[str, ...]:
-    """The names of checks (and families), unless one does not exist."""
-    if names:
-        registry = default_registry()
-        for name in names:
-            _ = registry.select([name]) if families else registry[name]
-    return names
+def _recipe(factory: SubjectFactory) -> dict[str, str] | None:
+    """How ``rollproof replay`` makes the subject again; ``None`` where it cannot be named."""
+    module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "<")
+    return {"subject": f"{module}:{name}"} if module and "<" not in name else None
 
 
 def _joined(reports: list[dict[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -25,23 +25,30 @@ _THINNED = 25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A subject to be judged: ``recipe`` says how ``rollproof replay`` makes it again, ``cases`` replaces a profile's schedules."""
+    """A subject to be judged.
+
+    ``recipe`` says how ``rollproof replay`` makes it again, ``cases`` replaces a profile's schedules, ``batches`` says that it is
+    a ``BatchSubject``.
+    """
 
     name: str
     factory: SubjectFactory
     recipe: Mapping[str, Any]
     flavours: tuple[str, ...] | None = None
-    cases: Callable[[str, int | None], Iterable[Case]] | None = field(default=None)
+    cases: Callable[[str, int | None], Iterable[Case]] | None = None
+    batches: bool = False
 
 
 def references() -> list[Target]:
-    """The reference resume managers that rollproof ships."""
+    """The reference resume managers that rollproof ships, and its reference conversion into batches."""
+    from rollproof.fakes.collating import Collator
     from rollproof.fakes.managers import REFERENCES
 
-    return [
+    managers = [
         Target(name=name, factory=factory, recipe={"reference": name}, cases=partial(_reference_cases, factory, turn))
         for turn, (name, factory) in enumerate(REFERENCES.items())
     ]
+    return [*managers, Target(name="padded-batch", factory=Collator, recipe={"reference": "padded-batch"}, batches=True)]
 
 
 def _reference_cases(factory: SubjectFactory, turn: int, profile: str, seed: int | None) -> Iterator[Case]:
@@ -66,10 +73,16 @@ def stack_targets(spec: str, parts: Iterable[str] = ()) -> tuple[str, list[Targe
     from rollproof.stacks import load_stack
 
     stack = load_stack(spec)
-    return stack.title, [
-        _with_wishes(name=f"{stack.title} {part}", factory=factory, recipe=stack.recipe(part))
-        for part, factory in stack.subjects(parts).items()
+    named = tuple(parts)
+    stray = sorted(set(named) - {*stack.parts, *stack.batches})
+    if stray:
+        raise UsageError(f"{stack.name} has no parts {stray}; choose among {[*stack.parts, *stack.batches]}.")
+    found = [
+        _with_wishes(name=f"{stack.title} {part}", factory=factory, recipe=stack.recipe(part), batches=part in stack.batches)
+        for part, factory in {**stack.parts, **stack.batches}.items()
+        if not named or part in named
     ]
+    return stack.title, found
 
 
 def subject_target(spec: str) -> Target:
@@ -91,7 +104,7 @@ def subject_target(spec: str) -> Target:
         raise UsageError(
             f"{spec} is a {type(found).__name__}, not a factory: name the subject's class, or a function that makes a fresh one."
         )
-    return _with_wishes(name=path, factory=found, recipe={"subject": spec})
+    return _with_wishes(name=path, factory=found, recipe={"subject": spec}, batches=hasattr(found, "collate"))
 
 
 def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
@@ -108,7 +121,7 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     raise UsageError(f"The trace's recipe {dict(recipe)!r} names no subject; say what to run with --subject module:factory.")
 
 
-def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any]) -> Target:
+def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any], batches: bool) -> Target:
     """A factory may carry the flavours that it speaks, and schedules that fit it better than a profile's own."""
     flavours = getattr(factory, "flavours", None)
     return Target(
@@ -116,7 +129,8 @@ def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any
         factory=factory,
         recipe=recipe,
         flavours=tuple(flavours) if flavours else None,
-        cases=getattr(factory, "cases", None),
+        cases=None if batches else getattr(factory, "cases", None),
+        batches=batches,
     )
 
 

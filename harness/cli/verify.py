@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rollproof.batching import judge_batches
 from rollproof.campaign import merge_reports, run_conformance
 from rollproof.checks import default_registry
 from rollproof.cli.options import JsonTarget, Only, ProfileName, Seed, Verbose, WitnessDir
@@ -46,24 +47,23 @@ def verify(
     """
     output = Output(json_target)
     profile_named(profile)
-    default_registry().select(only or ())
+    registry = default_registry()
+    ids = registry.select(only).ids if only else registry.ids
     listed = _listed(expected, accept=accept)
     title, targets = _targets(stack, part, subject)
     reports = []
     with Meter() as meter:
         for target in targets:
-            report = run_conformance(
-                target.factory,
-                name=target.name,
+            report = _judge(
+                target,
                 profile=profile,
                 seed=seed,
-                only=only or (),
+                only=ids,
                 flavours=flavour or target.flavours,
                 cases=target.cases(profile, seed) if target.cases is not None and not flavour else None,
                 expected=listed.reasons(target.name) if listed else None,
                 progress=meter,
                 witness_dir=witness_dir / folder_name(target.name),
-                recipe=target.recipe,
             )
             reports.append(report)
     whole = reports[0] if len(reports) == 1 else merge_reports(title, reports)
@@ -71,6 +71,13 @@ def verify(
     output.json(_json(whole, reports))
     stale = _settle(output, listed, reports, accept=accept)
     return ExitCode.FAIL if stale else whole.exit_code
+
+
+def _judge(target: Target, *, seed: int | None, only: tuple[str, ...], expected: dict[str, str] | None, **rollouts: Any) -> Report:
+    """Judge one target; ``rollouts`` are further arguments of ``run_conformance``."""
+    if target.batches:
+        return judge_batches(target.factory, name=target.name, seed=seed or 0, only=only, expected=expected)
+    return run_conformance(target.factory, name=target.name, seed=seed, only=only, expected=expected, recipe=target.recipe, **rollouts)
 
 
 def _targets(stack: str | None, parts: list[str] | None, subject: str | None) -> tuple[str, list[Target]]:

@@ -207,11 +207,10 @@ def command(*arguments: str) -> list[str]:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    """`rollproof checks | head -1` ends quietly, and not with the exit code of a failing check."""
+    """`rollproof checks | true` ends quietly, and not with the exit code of a failing check."""
     with subprocess.Popen(command("checks"), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        process.stdout.readline()
         process.stdout.close()
         error = process.stderr.read()
 

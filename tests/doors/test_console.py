@@ -92,6 +92,9 @@ def test_expected_failures_are_counted_apart() -> None:
     assert "5 checks: 3 pass, 0 fail, 0 unknown, 0 not applicable, 2 expected to fail and did" == summary_text(report(summary=summary))
 
 
-def test_findings_beyond_the_shown_ones_are_counted() -> None:
-    """With no finding shown, all of them are counted as more."""
-    assert "... and 5 more findings of this check" in text_of(report_lines(report(), findings=0))
+def test_without_findings_their_number_is_told() -> None:
+    """A summary behind items that have shown their findings names each failing check in one line."""
+    text = text_of(report_lines(report(), findings=0))
+
+    assert "  FAIL  routes.rows: 2 findings\n" in text
+    assert "Routes hold more rows" not in text

@@ -20,6 +20,7 @@ PUBLIC = {
     "EngineCall",
     "EngineOutput",
     "EngineSubject",
+    "BatchConformance",
     "BatchSubject",
     "Finding",
     "FinishReason",

@@ -29,7 +29,8 @@ def run(factory: Any, *, name: str, profile: str, seed: int, only: Any, expected
     """
     if "RUNS" in os.environ:
         with Path(os.environ["RUNS"]).open("a", encoding="utf-8") as file:
-            file.write(f"{name} {profile} {seed} {','.join(only)} {witness_dir.name}\n")
+            picked = "" if len(only) == len(REGISTRY) else ",".join(only)
+            file.write(f"{name} {profile} {seed} {picked} {witness_dir.name}\n")
     verdicts = getattr(factory, "verdicts", {})
     if verdicts == "broken":
         raise SubjectError(f"{name}.start raised ValueError: no config.")
