@@ -144,7 +144,7 @@ BUGS: tuple[KnownBug, ...] = (
     _bug(
         "batch-pads-in-place",
         "The conversion changes the samples that it was given.",
-        ("verl#7207",),
+        ("verl#5519",),
         _PadsInPlace,
         "batch.input",
     ),
@@ -172,7 +172,7 @@ BUGS: tuple[KnownBug, ...] = (
     _bug(
         "batch-mask-padded-with-ones",
         "The loss mask is padded with ones.",
-        ("verl#4973", "SkyRL#1908"),
+        ("verl#3805", "rllm#508"),
         _MaskPaddedWithOnes,
         "batch.padding",
     ),
@@ -186,7 +186,7 @@ BUGS: tuple[KnownBug, ...] = (
     _bug(
         "batch-logprobs-shifted",
         "Logprobs stand one place before their tokens.",
-        ("rllm#503",),
+        ("SkyRL#1304", "prime-rl#1525"),
         _LogprobsLeftAligned,
         "batch.logprobs",
     ),
@@ -218,7 +218,7 @@ BUGS: tuple[KnownBug, ...] = (
     _bug(
         "batch-takes-anything",
         "Fields whose lengths do not fit the tokens are padded without a word.",
-        ("verl agent_loop.py (0.9.1)", "ROLL functionals.py", "verl#6027"),
+        ("verl agent_loop.py (0.9.1)", "ROLL functionals.py", "verl#6027", "vime#70"),
         _TakesAnything,
         "batch.refuses",
     ),

@@ -229,7 +229,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="temperature-forgotten",
         summary="The resuming call is made with default sampling parameters.",
-        refs=("verl#4348",),
+        refs=("TRL#6947",),
         make=_ForgetsTemperature,
         cases=(_aborted(_WARM),),
         kills=("stitch.sampling-params",),
@@ -253,7 +253,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="budget-granted-again",
         summary="Every resume grants the whole budget again.",
-        refs=("verl#7207", "slime#2260"),
+        refs=("verl#7207", "slime#2260", "slime#2122"),
         make=_FullBudgetAgain,
         cases=(ABORTED,),
         kills=("stitch.budget-granted",),

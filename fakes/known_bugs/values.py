@@ -214,7 +214,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="logprobs-shifted",
         summary="Logprobs stand one token too late.",
-        refs=("sglang#18190", "rllm#503"),
+        refs=("ms-swift#8196", "prime-rl#1525"),
         make=_ShiftedLogprobs,
         cases=(CLEAN, SYNCED),
         kills=_VALUES,
@@ -239,7 +239,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="zero-for-missing-logprob",
         summary="A logprob that the engine did not return becomes 0.0: probability one.",
-        refs=("OpenRLHF agent.py",),
+        refs=("OpenRLHF agent.py", "vime#70", "SkyRL#758"),
         make=_ZeroForMissing,
         cases=(ABORTED,),
         kills=("stitch.logprobs-missing",),
