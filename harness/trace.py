@@ -191,7 +191,7 @@ class Fault(Event):
     """The harness or the network did harm.
 
     ``what`` is ``death``, ``revive``, ``lost-reply``, ``duplicate-reply``, ``late-reply``, ``reject``,
-    ``update-failure``, ``retag``.
+    ``update-failure``, ``update-hung`` (an update that outlasted the deadline), ``retag``.
     """
 
     kind: ClassVar[str] = "fault"
