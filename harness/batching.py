@@ -71,7 +71,7 @@ def judge_batches(
 
 def record_batches(factory: SubjectFactory, *, name: str | None = None, seed: int = 0, cases: Iterable[BatchCase] | None = None) -> Trace:
     """One ``Batch`` event per case: the samples that a fresh subject was given, and the rows that it made of them."""
-    label = name or getattr(factory, "__qualname__", type(factory).__name__)
+    label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
     contract = _make(factory, label).contract
     recorder = Recorder(lambda: 0.0)
     for case in batch_cases(contract, seed) if cases is None else cases:
@@ -129,13 +129,16 @@ def _settled(value: Any) -> Any:
 
 def _copy(sample: Rollout) -> Rollout:
     """A sample whose arrays may be written to without reaching the trace; read-only ones stay read-only."""
-    arrays = {}
-    for name in _ARRAYS:
-        array = getattr(sample, name)
-        arrays[name] = None if array is None else array.copy()
-        if array is not None:
-            arrays[name].flags.writeable = array.flags.writeable
-    return replace(sample, **arrays)
+    return replace(sample, logprobs=_own(sample.logprobs), loss_mask=_own(sample.loss_mask), routes=_own(sample.routes))
+
+
+def _own(array: Any) -> Any:
+    """A copy that may be written to where the original may."""
+    if array is None:
+        return None
+    copy = array.copy()
+    copy.flags.writeable = array.flags.writeable
+    return copy
 
 
 def _changed(samples: tuple[Rollout, ...], given: list[Rollout]) -> tuple[str, ...]:

@@ -201,14 +201,6 @@ def _report_filler(batch: Conversion, out: Collector, one: Placed, row: IntArray
     )
 
 
-@trace_check(
-    "batch.mixed",
-    promise="A sample without routes costs no other sample theirs, and is given none; or the batch is refused.",
-    needs="Batch events with samples with and without routes",
-    exercised_by=("mixed batches", "mixed batches refused"),
-    applies=has_routes,
-    about="batches",
-)
 class _Mixed(Fold):
     """Only a conversion that carries routes elsewhere can lose them here: one that never does is for ``batch.routes`` to name."""
 
@@ -238,6 +230,16 @@ class _Mixed(Fold):
         for one in batch.sound:
             if one.sample.routes is None and one.row.routes is not None and one.sample.response_ids:
                 _report_gift(batch, out, one, _legal(batch.contract, one.row, one.places[:-1]))
+
+
+_mixed = trace_check(
+    "batch.mixed",
+    promise="A sample without routes costs no other sample theirs, and is given none; or the batch is refused.",
+    needs="Batch events with samples with and without routes",
+    exercised_by=("mixed batches", "mixed batches refused"),
+    applies=has_routes,
+    about="batches",
+)(_Mixed)
 
 
 def _report_gift(batch: Conversion, out: Collector, one: Placed, legal: Places) -> None:
@@ -340,5 +342,5 @@ def _made_of_field(one: Placed, field: str, given: int) -> str:
     return f"{array[rest][filled][0]:g} stands for {plural(int(filled.sum()), 'logprob')} that nobody returned" if filled.any() else ""
 
 
-CHECKS: tuple[Check, ...] = (_routes, _expert_ids, _filler, _Mixed, _refuses)
+CHECKS: tuple[Check, ...] = (_routes, _expert_ids, _filler, _mixed, _refuses)
 """Checks of routes in batches, and of refusals."""

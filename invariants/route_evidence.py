@@ -180,8 +180,9 @@ def is_filler(rows: IntArray, kind: Filler, num_experts: int) -> BoolArray:
     if kind is Filler.ARANGE:
         wide = rows.astype(np.int64)
         flat = wide.reshape(len(wide), -1)
-        running = (np.diff(flat, axis=1) % num_experts == 1 % num_experts).all(axis=1) & (flat.shape[1] > 1)
-        return np.asarray(running | (wide == np.arange(rows.shape[2])).all(axis=(1, 2)))
+        running = (np.diff(flat, axis=1) % num_experts == 1 % num_experts).all(axis=1)
+        each: BoolArray = (wide == np.arange(rows.shape[2])).all(axis=(1, 2))
+        return each | running if flat.shape[1] > 1 else each
     return np.zeros(len(rows), dtype=bool)
 
 

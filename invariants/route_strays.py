@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from math import log2, perm
 from typing import TYPE_CHECKING, TypeAlias
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rollproof.trace import Reply
     from rollproof.view import RequestView
 
-__all__ = ["Stray", "StrayGroup", "group_of", "groups", "row_version"]
+__all__ = ["Clue", "Stray", "StrayGroup", "group_of", "groups", "row_version"]
 
 _MOST = 2048
 """Wrong rows that are looked at; a sample with more of them is as broken with the first ones."""
@@ -51,25 +51,33 @@ class Stray(StrEnum):
     UNKNOWN = "unknown"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clue:
+    """Where wrong rows come from: ``source`` in words, and what of it has a name or a number.
+
+    ``attempt`` and ``version`` of the rows, ``shift`` by positions or layers, ``filler`` the kind.
+    """
+
+    source: str = ""
+    attempt: int | None = None
+    version: Version = None
+    shift: int | None = None
+    filler: Filler | None = None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StrayGroup:
     """Wrong rows with one explanation.
 
     ``positions`` are the rows that it explains, ``others`` wrong rows of the same sample that it does not. ``layers`` is
-    the number of MoE layers in which the rows are wrong (the most of any row). ``source`` says in words where they come
-    from; the other fields where that has a number.
+    the number of MoE layers in which the rows are wrong (the most of any row).
     """
 
     kind: Stray
     positions: Positions
     layers: int
-    source: str = ""
-    others: Positions = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    attempt: int | None = None
-    version: Version = None
-    shift: int | None = None
-    request: str | None = None
-    kind_of_filler: Filler | None = None
+    clue: Clue
+    others: Positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +93,13 @@ class _Wrong:
         """Rows whose wrong columns are those of ``other``."""
         return np.asarray(((self.got == other).all(axis=2) | ~self.differ).all(axis=1))
 
+    def group(self, kind: Stray, mine: BoolArray, clue: Clue, others: Positions) -> StrayGroup:
+        """The group of the rows in ``mine``."""
+        layers = int(self.differ[mine].sum(axis=1).max())
+        return StrayGroup(kind=kind, positions=self.positions[mine], layers=layers, clue=clue, others=others)
 
-_Guess: TypeAlias = "tuple[BoolArray, dict[str, object]]"
+
+_Guess: TypeAlias = "tuple[BoolArray, Clue]"
 
 
 def groups(view: RequestView) -> tuple[StrayGroup, ...]:
@@ -116,9 +129,7 @@ def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[StrayGroup, ..
     got = evidence.routes[positions - evidence.start][:, evidence.columns].astype(np.int64)
     want = evidence.expected(positions).astype(np.int64)
     wrong = _Wrong(positions, got, want, (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2))
-    guesses = [
-        (kind, fits, more) for kind, guess in _GUESSES for fits, more in guess(view, evidence, wrong) if _telling(evidence, wrong, fits)
-    ]
+    guesses = _guesses(view, evidence, wrong)
     left = np.ones(len(positions), dtype=bool)
     out: list[StrayGroup] = []
     while left.any():
@@ -126,18 +137,26 @@ def _explain(view: RequestView, evidence: RouteEvidence) -> tuple[StrayGroup, ..
         if best is None or not (best[1] & left).any():
             out += _unexplained(evidence, wrong, left)
             break
-        kind, fits, more = best
+        kind, fits, clue = best
         mine = fits & left
         left &= ~mine
         rest = left.copy() if left.sum() <= mine.sum() and not _explained(guesses, left) else np.zeros_like(left)
         left &= ~rest
-        out.append(
-            StrayGroup(
-                kind=kind, positions=positions[mine], layers=int(wrong.differ[mine].sum(axis=1).max()), others=positions[rest], **more
-            )  # type: ignore[arg-type]
-        )
+        out.append(wrong.group(kind, mine, clue, positions[rest]))
         guesses = [guess for guess in guesses if guess[0] is not kind]
     return tuple(out)
+
+
+def _guesses(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> list[tuple[Stray, BoolArray, Clue]]:
+    """Explanations with the rows that each explains, up to the first that explains all: none behind it is preferred."""
+    found = []
+    for kind, guess in _GUESSES:
+        for fits, clue in guess(view, evidence, wrong):
+            if _telling(evidence, wrong, fits):
+                found.append((kind, fits, clue))
+                if fits.all():
+                    return found
+    return found
 
 
 def _telling(evidence: RouteEvidence, wrong: _Wrong, fits: BoolArray) -> bool:
@@ -150,7 +169,7 @@ def _telling(evidence: RouteEvidence, wrong: _Wrong, fits: BoolArray) -> bool:
     return impossible or len(cells) * log2(perm(evidence.contract.num_experts or 1, k)) >= _TELLING_BITS
 
 
-def _explained(guesses: list[tuple[Stray, BoolArray, dict[str, object]]], left: BoolArray) -> bool:
+def _explained(guesses: list[tuple[Stray, BoolArray, Clue]], left: BoolArray) -> bool:
     """Whether another guess explains more than an edge of what is left."""
     return any(int((fits & left).sum()) > 2 for _, fits, _ in guesses)
 
@@ -164,7 +183,7 @@ def _unexplained(evidence: RouteEvidence, wrong: _Wrong, left: BoolArray) -> lis
     out = []
     for kind, mine in ((Stray.VALUES, impossible), (Stray.UNKNOWN, left & ~impossible)):
         if mine.any():
-            out.append(StrayGroup(kind=kind, positions=wrong.positions[mine], layers=int(wrong.differ[mine].sum(axis=1).max())))
+            out.append(wrong.group(kind, mine, Clue(), wrong.positions[:0]))
     return out
 
 
@@ -176,14 +195,14 @@ def _filler(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Itera
         for i, row in enumerate(blank):
             cells = row[wrong.differ[i]][None].astype(evidence.routes.dtype)
             fits[i] = is_filler(cells, kind, evidence.contract.num_experts or 1)[0]
-        yield fits, {"kind_of_filler": kind, "source": f"{kind} filler"}
+        yield fits, Clue(filler=kind, source=f"{kind} filler")
 
 
 def _wrapped(_view: RequestView, _evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
     for name in ("uint8", "int8", "uint16", "int16"):
         cast = wrong.want.astype(name).astype(np.int64)
         if (cast != wrong.want).any():
-            yield wrong.fits(cast), {"source": name}
+            yield wrong.fits(cast), Clue(source=name)
 
 
 def _provenance(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
@@ -202,12 +221,12 @@ def _provenance(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> It
             fits[inside] = wrong.fits(rows)[inside]
             if fits.any():
                 first = int(wrong.positions[fits][0])
-                yield fits, {"attempt": attempt.number, "version": row_version(reply, first), "source": f"call {attempt.number}"}
+                yield fits, Clue(attempt=attempt.number, version=row_version(reply, first))
     if view.oracle is not None:
         moe = list(evidence.contract.moe_layers or ())
         for version in list(dict.fromkeys(update.version for update in view.history.updates))[-8:]:
             rows = view.oracle.routes(version, view.total_ids)[wrong.positions][:, moe]
-            yield wrong.fits(rows), {"version": version, "source": f"weights {version}"}
+            yield wrong.fits(rows), Clue(version=version)
 
 
 def _layer(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
@@ -218,13 +237,13 @@ def _layer(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterat
         if high - low < (count + 1) // 2:
             continue
         same = (wrong.got[:, low:high] == wrong.want[:, low + shift : high + shift]).all(axis=(1, 2))
-        yield same & wrong.differ[:, low:high].any(axis=1), {"shift": shift, "source": f"shifted by {shift:+d}"}
+        yield same & wrong.differ[:, low:high].any(axis=1), Clue(shift=shift, source=f"shifted by {shift:+d}")
     columns = [int(column) for column in np.flatnonzero(wrong.differ.any(axis=0))]
     pairs = [(column, source) for column in columns if (source := _source_column(wrong, column)) is not None]
     if len(pairs) > 1 and 2 * len(pairs) >= len(columns):
         moe = evidence.contract.moe_layers or ()
         told = ", ".join(f"layer {moe[column]}'s column holds layer {moe[source]}" for column, source in pairs[:4])
-        yield np.ones(len(wrong.got), dtype=bool), {"source": told}
+        yield np.ones(len(wrong.got), dtype=bool), Clue(source=told)
 
 
 def _source_column(wrong: _Wrong, column: int) -> int | None:
@@ -236,12 +255,8 @@ def _source_column(wrong: _Wrong, column: int) -> int | None:
 def _position(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
     """Rows of other positions of the same request, from any of its replies."""
     places: dict[bytes, list[int]] = {}
-    for attempt in view.attempts:
-        for reply in attempt.replies:
-            routes = reply.output.routes
-            if routes is not None and evidence.cells(routes).shape[1:] == wrong.want.shape[1:]:
-                for i, key in enumerate(_keys(evidence.cells(routes))):
-                    places.setdefault(key, []).append(reply.output.routes_start + i)
+    for key, place in _places(view, evidence, wrong):
+        places.setdefault(key, []).append(place)
     shifts: list[int | None] = []
     for position, key in zip(wrong.positions, _keys(wrong.got), strict=True):
         away = [place - int(position) for place in places.get(key, ()) if place != position]
@@ -249,28 +264,38 @@ def _position(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iter
     fits = np.array([shift is not None for shift in shifts])
     if fits.any():
         shift, times = Counter(shift for shift in shifts if shift is not None).most_common(1)[0]
-        yield fits, {"shift": shift if times * 2 > int(fits.sum()) else None, "source": "another position"}
+        usual = times * 2 > int(fits.sum()) and shift == shifts[int(np.flatnonzero(fits)[0])]
+        yield fits, Clue(shift=shift if usual else None)
 
 
 def _request(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[_Guess]:
     """Rows of other requests of the run, at any position."""
+    keys = _keys(wrong.got)
     for other in view.neighbours:
-        known: dict[bytes, int] = {}
-        for start, rows in _rows_of(other):
-            if evidence.cells(rows).shape[1:] == wrong.want.shape[1:]:
-                known.update({key: start + i for i, key in enumerate(_keys(evidence.cells(rows[:_MOST])))})
-        keys = _keys(wrong.got) if known else []
+        known = dict(_places(other, evidence, wrong))
         fits = np.array([key in known for key in keys], dtype=bool)
         if fits.any():
             first = known[keys[int(np.flatnonzero(fits)[0])]]
-            yield fits, {"request": other.request.request_id, "source": f"position {first} of request {other.request.request_id}"}
+            yield fits, Clue(source=f"position {first} of request {other.request.request_id}")
 
 
-def _rows_of(view: RequestView) -> Iterator[tuple[int, IntArray]]:
+def _places(view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterator[tuple[bytes, int]]:
+    """Rows that a request's replies hold, as keys, with their positions: those that may equal a wrong row."""
+    hints = _hints(wrong.got)
     for attempt in view.attempts:
         for reply in attempt.replies:
-            if reply.output.routes is not None:
-                yield reply.output.routes_start, reply.output.routes
+            routes = reply.output.routes
+            if routes is None or evidence.cells(routes[:1]).shape[1:] != wrong.want.shape[1:]:
+                continue
+            cells = evidence.cells(routes)
+            near = np.flatnonzero(np.isin(_hints(cells), hints))
+            for i, key in zip(near.tolist(), _keys(cells[near]), strict=True):
+                yield key, reply.output.routes_start + i
+
+
+def _hints(rows: IntArray) -> npt.NDArray[np.int64]:
+    """Two ids of each row as one number: equal rows have equal hints, and few others do."""
+    return rows[:, 0, 0].astype(np.int64) * (1 << 24) + rows[:, -1, -1]
 
 
 def _keys(rows: IntArray) -> list[bytes]:

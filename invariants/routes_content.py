@@ -47,8 +47,8 @@ def _position(view: RequestView, out: Collector) -> None:
         return
     first = int(group.positions[0])
     observed = f"rows of other positions in {amount(view, group)}"
-    if group.shift is not None:
-        observed = f"the row at position {first} is that of position {first + group.shift}; so in {amount(view, group)}"
+    if group.clue.shift is not None:
+        observed = f"the row at position {first} is that of position {first + group.clue.shift}; so in {amount(view, group)}"
     out.finding(
         "route rows stand at the wrong positions",
         expected="row i is the row of token i of prompt + response",
@@ -71,12 +71,12 @@ def _layer(view: RequestView, out: Collector) -> None:
         return
     contract = view.contract
     moe = contract.moe_layers or ()
-    if group.shift is not None:
-        column = max(0, -group.shift)
-        observed = f"columns {group.source}: layer {moe[column]}'s column holds the choice of layer {moe[column + group.shift]}"
+    if group.clue.shift is not None:
+        column = max(0, -group.clue.shift)
+        observed = f"columns {group.clue.source}: layer {moe[column]}'s column holds the choice of layer {moe[column + group.clue.shift]}"
         where = view.where(position=int(group.positions[0]), layer=moe[column])
     else:
-        observed, where = group.source, view.where(position=int(group.positions[0]))
+        observed, where = group.clue.source, view.where(position=int(group.positions[0]))
     dense = (contract.num_layers or 0) - len(moe)
     out.finding(
         "the layers stand in the wrong columns",
@@ -109,7 +109,11 @@ def _provenance(view: RequestView, out: Collector) -> None:
     declared = view.contract.provenance
     owner = evidence.attempt_at(first)
     want = "" if owner is None else attempt_words(view, owner, first)
-    got = f"weights {group.version} (no reply holds it)" if group.attempt is None else attempt_words(view, group.attempt, first)
+    got = (
+        f"weights {group.clue.version} (no reply holds it)"
+        if group.clue.attempt is None
+        else attempt_words(view, group.clue.attempt, first)
+    )
     last = int(group.positions[-1])
     boundary = len(group.positions) == 1 and view.segment_of(first) != view.segment_of(first + 1)
     if boundary:
@@ -128,7 +132,7 @@ def _provenance(view: RequestView, out: Collector) -> None:
         "route rows come from another segment than declared",
         expected=f"provenance='{declared}': the row at position {first} is that of {want}",
         observed=f"it is that of {got}; so in {amount(view, group)}",
-        where=view.where(position=first, segment=view.segment_of(last), version=group.version),
+        where=view.where(position=first, segment=view.segment_of(last), version=group.clue.version),
         hint=hint,
     )
 
@@ -150,7 +154,7 @@ def _isolation(view: RequestView, out: Collector) -> None:
     out.finding(
         "route rows of another request",
         expected=f"rows of request {view.request.request_id}",
-        observed=f"the row at position {first} is that of {group.source}; so in {amount(view, group)}",
+        observed=f"the row at position {first} is that of {group.clue.source}; so in {amount(view, group)}",
         where=view.where(position=first),
         hint="Results were matched by order instead of by id, or a shared buffer was read after it had been written again "
         "(SGLang #34319: views of a reused buffer).",
@@ -178,12 +182,12 @@ def _captured(view: RequestView, out: Collector) -> None:
         )
     else:
         hint = "Padding overwrote captured rows, or a copy was shorter than its target."
-    if group.kind_of_filler is Filler.ZEROS:
+    if group.clue.filler is Filler.ZEROS:
         hint += " Zeros are expert 0, top_k times, and a trainer replays them (verl as_dict, SGLang #23885)."
     out.finding(
         "filler stands where a row was captured",
         expected=f"the captured row at position {first}{known}",
-        observed=f"{group.source} in {amount(view, group)}",
+        observed=f"{group.clue.source} in {amount(view, group)}",
         where=view.where(position=first, segment=view.segment_of(first)),
         hint=hint,
     )

@@ -154,7 +154,7 @@ def _dtype(view: RequestView, out: Collector) -> None:
     limit = int(np.iinfo(dtype).max)
     wrapped = group_of(view, Stray.WRAPPED)
     if limit < largest or wrapped is not None:
-        name = dtype.name if wrapped is None or limit < largest else wrapped.source
+        name = dtype.name if wrapped is None or limit < largest else wrapped.clue.source
         out.finding(
             f"{name} does not hold every expert id",
             expected=f"a type that holds ids up to {largest} ({contract.num_experts} experts)",
