@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import subprocess
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"harness": "rollproof", "fakes": "rollproof.fakes", "invariants": "rollproof.invariants", "gpu_suites": "rollproof.gpu_suites"}
+PROBE = """
+import importlib, importlib.metadata, importlib.util, pathlib
+import rollproof, rollproof.fakes.coded, rollproof.invariants, rollproof.gpu_suites.gate, rollproof.stacks
+root = pathlib.Path(rollproof.__file__).parent
+assert (root / "py.typed").is_file(), "py.typed is not shipped"
+assert pathlib.Path(rollproof.stacks.requirements_file("verl.txt")).is_file(), "requirements of stacks are not shipped"
+stray = [name for name in ("harness", "fakes", "invariants", "gpu_suites", "tests", "docs", "benchmarks") if importlib.util.find_spec(name)]
+assert not stray, f"importable under a bare name: {stray}"
+entries = importlib.metadata.entry_points()
+assert [e.value for e in entries.select(group="pytest11", name="rollproof")] == ["rollproof.plugin"]
+assert [e.value for e in entries.select(group="console_scripts", name="rollproof")] == ["rollproof.cli:main"]
+print("sound")
+"""
+
+
+def pip(python: Path, *arguments: str) -> None:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tracked and new files of the checkout: building leaves traces in the tree that it builds."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout: there is nothing to build from")
+    target = tmp_path_factory.mktemp("source")
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            (target / name).write_bytes((ROOT / name).read_bytes())
+    return target
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that sees the dependencies of this one, but not this one's rollproof."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=True)
+    executable = folder / "bin" / "python"
+    site = subprocess.run(
+        [str(executable), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    # A path entry alone runs no .pth file of that folder, so an editable rollproof there stays out; an installed one comes last.
+    (Path(site) / "dependencies.pth").write_text(f"{Path(np.__file__).parents[1]}\n", encoding="utf-8")
+    return executable
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one wheel and one sdist."""
+    target = tmp_path_factory.mktemp("dist")
+    command = [str(python), "-m", "build", "--no-isolation", "--outdir", str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout + done.stderr
+    return target
+
+
+def sound(python: Path, folder: Path) -> str:
+    """What the probe says of the installed package, away from any checkout."""
+    done = subprocess.run([str(python), "-c", PROBE], cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def test_every_folder_of_modules_is_a_listed_package() -> None:
+    """A new folder below the four mapped ones must be named in pyproject.toml, or it would not be shipped."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    found = {
+        ".".join([package, *init.parent.relative_to(ROOT / folder).parts])
+        for folder, package in FOLDERS.items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+
+    assert found == set(listed)
+
+
+def test_wheel_and_sdist_hold_the_same_modules(built: Path, source: Path) -> None:
+    """Every module and data file of the four folders is in the wheel, and in the sdist together with licence and readme."""
+    wheel = {name for name in zipfile.ZipFile(next(built.glob("*.whl"))).namelist() if name.startswith("rollproof/")}
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        sdist = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {
+        path.relative_to(source) for folder in FOLDERS for path in (source / folder).rglob("*") if path.suffix in (".py", ".typed", ".txt")
+    }
+
+    assert {str(path) for path in expected} <= sdist
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= sdist
+    assert {str(Path(FOLDERS[path.parts[0]].replace(".", "/"), *path.parts[1:])) for path in expected} == wheel
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist", "editable"])
+def test_an_installation_is_sound(kind: str, built: Path, source: Path, python: Path, tmp_path: Path) -> None:
+    """Wheel, sdist and editable all import rollproof and its parts, ship py.typed, and leave no bare folder name importable."""
+    what = {"wheel": [str(next(built.glob("*.whl")))], "sdist": [str(next(built.glob("*.tar.gz")))], "editable": ["-e", str(source)]}[kind]
+    pip(python, "install", "--no-deps", "--no-build-isolation", "--force-reinstall", *what)
+
+    assert "sound\n" == sound(python, tmp_path)

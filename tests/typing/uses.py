@@ -1,0 +1,86 @@
+"""Uses of the public names as a user writes them; checked by mypy and pyright in `nox -s types`, never run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import assert_type
+
+import rollproof
+from rollproof import (
+    Action,
+    ActionKind,
+    BatchConformance,
+    BatchSubject,
+    Case,
+    Check,
+    CheckResult,
+    Collector,
+    Contract,
+    EngineCall,
+    EngineOutput,
+    EngineSubject,
+    Finding,
+    FinishReason,
+    ReplaySubject,
+    Report,
+    Request,
+    Rollout,
+    RolloutConformance,
+    RolloutSubject,
+    RollproofError,
+    Span,
+    Trace,
+    Trigger,
+    UsageError,
+    Verdict,
+    conformance,
+    record,
+    request_check,
+    run_conformance,
+    trace_check,
+)
+from rollproof.fakes.fleet import Fleet
+
+__all__ = [
+    "Action", "ActionKind", "BatchConformance", "BatchSubject", "Case", "Check", "Collector", "EngineCall", "EngineOutput", "EngineSubject",
+    "Finding", "FinishReason", "ReplaySubject", "RollproofError", "Span", "Trace", "Trigger", "UsageError", "request_check", "trace_check",
+]  # fmt: skip
+
+
+class MyStack:
+    """A subject with async methods; it satisfies the protocol without inheriting from it."""
+
+    contract: Contract
+
+    async def start(self, fleet: Fleet) -> None: ...
+    async def rollout(self, request: Request) -> Mapping[str, object]:
+        return {"prompt": request.prompt_ids}
+
+    async def update_weights(self, version: int | None) -> None: ...
+    def to_record(self, native: Mapping[str, object]) -> Rollout:
+        raise RuntimeError(native)
+
+    async def stop(self) -> None: ...
+
+
+subject: RolloutSubject = MyStack()
+
+
+@conformance(MyStack, only=["stitch"])
+def test_rollouts(check: CheckResult) -> None:
+    """The decorator keeps the function's type."""
+    assert_type(check.verdict, Verdict)
+
+
+class TestMyStack(RolloutConformance):
+    """A factory as class attribute."""
+
+    subject = MyStack
+
+
+def library(contract: Contract) -> int:
+    """Doors that need no pytest."""
+    with record(contract) as trace:
+        assert_type(trace.report, Report)
+    assert_type(run_conformance(MyStack, profile="pr"), Report)
+    return rollproof.run_conformance(MyStack).exit_code
