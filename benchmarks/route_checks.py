@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rollproof.checks import Registry, Verdict
-from rollproof.contract import Contract
+from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, Versions
 from rollproof.invariants.routes import CHECKS
 from rollproof.judge import Judge, Tally
 from rollproof.records import EngineOutput, FinishReason, Request, Rollout, Span
@@ -25,21 +25,21 @@ from rollproof.trace import Admit, Call, Event, Header, Reply, Result, Submit, W
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 CONTRACT = Contract(
-    rows="T-1",
-    resume="client",
-    versions="min-max",
-    logprobs="raw",
+    rows=Rows.FORWARDED,
+    resume=ResumeBy.CLIENT,
+    versions=Versions.MIN_MAX,
+    logprobs=Logprobs.RAW,
     abort_surfaces=False,
-    kv_policy="recompute",
-    layer_axis="all",
+    kv_policy=KvPolicy.RECOMPUTE,
+    layer_axis=LayerAxis.ALL,
     num_layers=LAYERS,
     moe_layers=tuple(range(LAYERS)),
     num_experts=EXPERTS,
     top_k=TOP_K,
-    filler="none",
+    filler=Filler.NONE,
     dtype="uint8",
-    provenance="as-sampled",
-)  # type: ignore[arg-type]  # plain strings, as in the documentation
+    provenance=Provenance.AS_SAMPLED,
+)
 
 
 class Stream:
@@ -65,7 +65,8 @@ class Stream:
         name, share = f"r{number}", self._tokens // (self._segments + 1)
         prompt = tuple(int(i) for i in self._random.integers(0, 1000, self._tokens - share * self._segments))
         yield Submit(request=Request(request_id=name, prompt_ids=prompt, max_tokens=share * self._segments))
-        known, parts = prompt, []
+        known = prompt
+        parts: list[np.ndarray] = []
         for segment in range(self._segments):
             call, last = number * self._segments + segment, segment == self._segments - 1
             yield Call(call_id=call, request_id=name, server_id="s0", prompt_ids=known, max_tokens=self._tokens)
@@ -80,7 +81,7 @@ class Stream:
                 finish_reason=FinishReason.LENGTH if last else FinishReason.ABORT,
             )
             yield Reply(call_id=call, output=output, true_tokens=span, true_rows=(Span(start=0, end=len(rows), version=0),))
-            parts.append(rows[sum(map(len, parts)) :])
+            parts.append(rows[sum(len(part) for part in parts) :])
             known += tokens
         rollout = Rollout(
             request_id=name,

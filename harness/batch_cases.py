@@ -76,7 +76,8 @@ class _Maker:
         rows[:, list(contract.moe_columns)] = pool[self._random.random(shape).argsort(axis=2)[:, :, :top_k]]
         if contract.rows is not Rows.ALL:
             return rows
-        final = {Filler.ARANGE: np.arange(top_k), Filler.MINUS_ONE: -1}.get(contract.final_row or Filler.ZEROS, 0)
+        least = np.array(-1 if contract.final_row is Filler.MINUS_ONE else 0)
+        final = np.arange(top_k) if contract.final_row is Filler.ARANGE else least
         wide = rows.astype(np.int32) if contract.final_row is Filler.MINUS_ONE else rows
         return np.concatenate([wide, np.broadcast_to(final, (1, *rows.shape[1:])).astype(wide.dtype)])
 

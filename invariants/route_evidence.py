@@ -174,7 +174,7 @@ def is_filler(rows: IntArray, kind: Filler, num_experts: int) -> BoolArray:
     (slime). An unsigned type shows ``minus-one`` as its largest value.
     """
     if kind is Filler.ZEROS:
-        return ~rows.any(axis=(1, 2))
+        return np.asarray(~rows.any(axis=(1, 2)))
     if kind is Filler.MINUS_ONE:
         return np.asarray((rows == (-1 if rows.dtype.kind == "i" else np.iinfo(rows.dtype).max)).all(axis=(1, 2)))
     if kind is Filler.ARANGE:

@@ -392,7 +392,10 @@ class _BadShape(Padder):
 
 class _BadRank(Padder):
     def rows(self, batch: list[BatchRow]) -> list[BatchRow]:
-        return [replace(row, routes=np.zeros((2, 2))) for row in batch]
+        return [
+            replace(row, routes=np.zeros((2, 2)))  # type: ignore[arg-type]
+            for row in batch
+        ]
 
 
 class _RaisesInRows(Padder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,10 +188,10 @@ def test_rows_of_weights_that_no_reply_holds_are_named_by_the_oracle() -> None:
     story = Story(segments=(Segment(5, 1),))
 
     class Oracle:
-        def routes(self, version: int, ids: tuple[int, ...], start: int = 0) -> np.ndarray:
-            return story.rows(start, len(ids), version)
+        def routes(self, version: Any, ids: Sequence[int], start: int = 0) -> np.ndarray:
+            return story.rows(start, len(ids), int(version))
 
-        def logprobs(self, version: int, ids: tuple[int, ...], start: int) -> np.ndarray:
+        def logprobs(self, version: Any, ids: Sequence[int], start: int) -> np.ndarray:
             raise NotImplementedError
 
     trace = story.trace(story.rows(0, 9, 2))

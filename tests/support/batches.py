@@ -12,8 +12,6 @@ from tests.support.building import contract
 
 __all__ = ["Padder", "padded_contract"]
 
-_FILL = {Filler.ZEROS: 0, Filler.MINUS_ONE: -1}
-
 
 def padded_contract(**changes: Any) -> Contract:
     """A batch in int32 with -1 where nothing was captured, and with loss masks."""
@@ -78,7 +76,7 @@ class Padder:
             if field is not None and len(field) != response:
                 raise ValueError(f"{sample.request_id}: {len(field)} {name} for {response} response tokens")
 
-    def logprobs(self, sample: Rollout, response: slice) -> np.ndarray | None:
+    def logprobs(self, sample: Rollout, response: slice) -> Any:
         """``(places,)`` with 0.0 where nothing counts."""
         if sample.logprobs is None:
             return None
@@ -86,13 +84,13 @@ class Padder:
         out[response] = sample.logprobs.astype(np.float32)
         return out
 
-    def routes(self, sample: Rollout, start: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def routes(self, sample: Rollout, start: int) -> tuple[Any, Any]:
         """``(places, layers, top_k)`` with the declared filler, and the marks."""
         if not self.contract.has_routes:
             return None, None
-        shape = (self.prompt_width + self.response_width, self.contract.route_layers, self.contract.top_k)
-        kind = self.contract.filler
-        fill = np.arange(shape[2]) if kind is Filler.ARANGE else _FILL.get(kind, 0) if kind is not None else 0
+        shape = (self.prompt_width + self.response_width, self.contract.route_layers, self.contract.top_k or 0)
+        least = np.array(-1 if self.contract.filler is Filler.MINUS_ONE else 0)
+        fill = np.arange(shape[2]) if self.contract.filler is Filler.ARANGE else least
         out = np.broadcast_to(fill, shape).astype(self.contract.dtypes[0])
         marks = np.zeros(shape[0], dtype=np.int64)
         if sample.routes is not None:

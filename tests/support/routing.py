@@ -17,7 +17,7 @@ from rollproof.records import Span
 from rollproof.trace import Trace
 from tests.support.building import TraceBuilder, contract
 
-__all__ = ["FILLERS", "Segment", "Story", "failing", "only_finding"]
+__all__ = ["Segment", "Story", "failing", "filler", "only_finding"]
 
 REGISTRY = Registry(CHECKS)
 
@@ -31,11 +31,10 @@ class Segment:
     routes: bool = True
 
 
-FILLERS = {
-    "minus-one": lambda shape, dtype: np.full(shape, -1).astype(dtype),
-    "zeros": lambda shape, dtype: np.zeros(shape, dtype=dtype),
-    "arange": lambda shape, dtype: np.broadcast_to(np.arange(shape[-1]), shape).astype(dtype),
-}
+def filler(kind: str, like: np.ndarray) -> np.ndarray:
+    """One row of filler, of the layers, top_k and type of the rows ``like``."""
+    value = {"minus-one": np.array(-1), "zeros": np.array(0), "arange": np.arange(like.shape[-1])}[kind]
+    return np.broadcast_to(value, (1, *like.shape[1:])).astype(like.dtype)
 
 
 @cache
@@ -86,7 +85,7 @@ class Story:
         rows = self.rows(0, sent + segment.tokens - 1, segment.version)
         if self.engine_rows == "T-1":
             return rows
-        return np.concatenate([rows, FILLERS[self.engine_rows]((1, *rows.shape[1:]), rows.dtype)])
+        return np.concatenate([rows, filler(self.engine_rows, rows)])
 
     def captured(self) -> np.ndarray:
         """The T-1 rows that a correct stack hands over under the declared provenance."""
@@ -108,7 +107,7 @@ class Story:
         if c.rows != "T":
             return rows
         assert c.final_row is not None
-        return np.concatenate([rows, FILLERS[str(c.final_row)]((1, *rows.shape[1:]), rows.dtype)])
+        return np.concatenate([rows, filler(str(c.final_row), rows)])
 
     def tell(self, builder: TraceBuilder, routes: np.ndarray | None, keep: int | None = None, **result: Any) -> None:
         """Record the request: its calls, replies, and a sample with ``routes`` and the first ``keep`` response tokens (all)."""
@@ -121,7 +120,8 @@ class Story:
             call = builder.call(ids[:sent], self.request_id)
             tokens = ids[sent : sent + segment.tokens]
             rows = self.returned(number)
-            truth = {"true_rows": (Span(start=0, end=sent + segment.tokens - 1, version=segment.version),)} if self.with_truth else {}
+            spans = (Span(start=0, end=sent + segment.tokens - 1, version=segment.version),)
+            truth: dict[str, Any] = {"true_rows": spans} if self.with_truth else {}
             builder.reply(call, tokens, "length" if last else "abort", version=segment.version, output={"routes": rows}, **truth)
             sent += segment.tokens
         response = ids[self.prompt :][:keep]
