@@ -19,7 +19,7 @@ import numpy as np
 from rollproof.contract import Contract
 from rollproof.records import EngineOutput, FinishReason
 from rollproof.store import TraceReader, TraceWriter, dump_trace, load_trace
-from rollproof.store.columns import _validate
+from rollproof.store.columns import validate
 from rollproof.store.stream import Stream, open_file
 from rollproof.trace import Admit, Event, Header, Reply, Trace
 
@@ -58,7 +58,7 @@ def routes_figures(path: Path, megabytes: int) -> None:
         batches = list(islice(Stream(path, file).batches(), 32))
     started = time.process_time()
     for batch in batches:
-        _validate(batch)
+        validate(batch)
     spent = time.process_time() - started
     size = sum(batch.nbytes for batch in batches) / len(batches) / 2**20
     print(f"full validation: {spent / len(batches) * 1e6:.0f} us a batch of {size:.1f} MiB")

@@ -22,7 +22,7 @@ from rollproof.trace import Event, Header
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["HEADER", "SEAL", "Rows", "read_rows", "read_seal", "schema"]
+__all__ = ["HEADER", "SEAL", "Rows", "read_rows", "read_seal", "schema", "validate"]
 
 HEADER = "header"
 """Kind of the row that begins an episode; its body is the trace's header."""
@@ -243,7 +243,7 @@ def _view(array: pa.Array[Any]) -> npt.NDArray[Any]:
 
 def read_rows(batch: pa.RecordBatch) -> Iterator[Header | Event]:
     """Headers and events of a batch, in order. The batch is validated first; raises ``TraceError``."""
-    _validate(batch)
+    validate(batch)
     columns = _Batch(batch)
     parts = _Given(columns)
     heads = zip(*(batch.column(i).to_pylist() for i in range(1, 5)), strict=True)
@@ -260,14 +260,14 @@ def read_rows(batch: pa.RecordBatch) -> Iterator[Header | Event]:
 
 def read_seal(batch: pa.RecordBatch) -> str | None:
     """The body of a seal; ``None`` where the batch is none. Raises ``TraceError``."""
-    _validate(batch)
+    validate(batch)
     if batch.num_rows != 1 or batch.column(1)[0].as_py() != SEAL:
         return None
     body: str = batch.column(4)[0].as_py()
     return body
 
 
-def _validate(batch: pa.RecordBatch) -> None:
+def validate(batch: pa.RecordBatch) -> None:
     """Offsets ascending and within their buffers, text valid UTF-8, no nulls: numpy views rely on it."""
     import pyarrow as pa
 
