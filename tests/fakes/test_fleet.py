@@ -78,6 +78,15 @@ def test_in_the_queue() -> None:
     assert [event.call_id for event in seen(trace, Admit)] == [2]
 
 
+@pytest.mark.parametrize("arrival", [0.0, 1.0, 2.0, 2.5])
+def test_in_the_queue_of_a_server_that_is_busy(arrival: float) -> None:
+    """Whenever the call comes, also at the very moment of a step, the action is there before it is admitted."""
+    trace = ran(act(ActionKind.ABORT, 0, queued=True, request="r1"), requests=(R0, R1), arrivals=(0.0, arrival))
+    hit = next(event.call_id for event in seen(trace, Call) if event.request_id == "r1")
+    assert hit not in [event.call_id for event in seen(trace, Admit)]
+    assert [event.call_ids for event in seen(trace, Abort)] == [(hit,)]
+
+
 def test_in_the_queue_of_a_resume() -> None:
     """With a token count, a queued trigger waits for a call that comes after so many tokens."""
     trace = ran(act(ActionKind.ABORT, 2), act(ActionKind.ABORT, 1, queued=True))
