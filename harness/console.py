@@ -18,26 +18,34 @@ _WHERE = ("request", "call", "segment", "position", "index", "layer", "version",
 
 
 class Style(Enum):
-    """How a line looks: the style's name in rich, and the colours that pytest's terminal writer takes."""
+    """How a line looks; the value is the style's name in rich."""
 
-    PLAIN = ("", {})
-    TITLE = ("bold", {"bold": True})
-    GOOD = ("green", {"green": True})
-    BAD = ("bold red", {"red": True, "bold": True})
-    DOUBT = ("yellow", {"yellow": True})
-    FAINT = ("dim", {"light": True})
+    PLAIN = ""
+    TITLE = "bold"
+    GOOD = "green"
+    BAD = "bold red"
+    DOUBT = "yellow"
+    FAINT = "dim"
 
     @property
     def rich(self) -> str:
         """Style of rich."""
-        return self.value[0]
+        return self.value
 
     @property
     def markup(self) -> Mapping[str, bool]:
         """Keyword arguments of pytest's ``TerminalReporter.write_line``."""
-        return self.value[1]
+        return _MARKUP[self]
 
 
+_MARKUP: Mapping[Style, Mapping[str, bool]] = {
+    Style.PLAIN: {},
+    Style.TITLE: {"bold": True},
+    Style.GOOD: {"green": True},
+    Style.BAD: {"red": True, "bold": True},
+    Style.DOUBT: {"yellow": True},
+    Style.FAINT: {"light": True},
+}
 Line: TypeAlias = "tuple[Style, str]"
 
 _VERDICTS: Mapping[str, tuple[str, Style]] = {

@@ -55,6 +55,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=True)
     executable = folder / "bin" / "python"
+    pip(executable, "uninstall", "-y", "setuptools")  # Python 3.11 puts an old one in, which would win over that of the tests
     site = subprocess.run(
         [str(executable), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True
     ).stdout.strip()
