@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollproof.batching import judge_batches as judge_batches
     from rollproof.campaign import run_conformance as run_conformance
     from rollproof.case import Action as Action
     from rollproof.case import ActionKind as ActionKind
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rollproof.errors import UsageError as UsageError
     from rollproof.recording import EngineCall as EngineCall
     from rollproof.recording import record as record
+    from rollproof.records import BatchRow as BatchRow
     from rollproof.records import EngineOutput as EngineOutput
     from rollproof.records import FinishReason as FinishReason
     from rollproof.records import Request as Request
@@ -44,13 +46,14 @@ if TYPE_CHECKING:
 
 # A name here must not be that of a submodule: importing the submodule would put the module in the name's place.
 _HOMES = {
+    "batching": ("judge_batches",),
     "campaign": ("run_conformance",),
     "case": ("Action", "ActionKind", "Case", "Trigger"),
     "checks": ("Check", "CheckResult", "Collector", "Finding", "Verdict", "request_check", "trace_check"),
     "contract": ("Contract",),
     "errors": ("RollproofError", "UsageError"),
     "recording": ("EngineCall", "record"),
-    "records": ("EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
+    "records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
     "report": ("Report",),
     "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
     "suites": ("BatchConformance", "RolloutConformance", "conformance"),
@@ -62,6 +65,7 @@ __all__ = [
     "Action",
     "ActionKind",
     "BatchConformance",
+    "BatchRow",
     "BatchSubject",
     "Case",
     "Check",
@@ -86,6 +90,7 @@ __all__ = [
     "UsageError",
     "Verdict",
     "conformance",
+    "judge_batches",
     "record",
     "request_check",
     "run_conformance",

@@ -181,15 +181,13 @@ def _live(view: RequestView, out: Collector) -> None:
 
 def _dead_columns(evidence: RouteEvidence) -> list[int]:
     """MoE columns whose captured cells are all zero; looks at few rows where the first ones show life."""
-    seen: IntArray | None = None
+    alive: BoolArray = np.zeros(len(evidence.contract.moe_columns), dtype=bool)
     for low, high in evidence.captured:
         for at in range(low, high, _GLANCE):
-            rows = evidence.delivered(at, min(high, at + _GLANCE))
-            bits = np.bitwise_or.reduce(rows, axis=0)
-            seen = bits if seen is None else seen | bits
-            if seen.any(axis=1).all():
+            alive |= np.bitwise_or.reduce(evidence.delivered(at, min(high, at + _GLANCE)), axis=0).any(axis=1)
+            if alive.all():
                 return []
-    return [] if seen is None else np.flatnonzero(~seen.any(axis=1)).tolist()
+    return np.flatnonzero(~alive).tolist()
 
 
 def _all_equal(evidence: RouteEvidence) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from rollproof.errors import SubjectError
 from rollproof.judge import judge
 from rollproof.records import BatchRow, Rollout
 from rollproof.report import Report
+from rollproof.store import dump_trace, load_trace
 from rollproof.trace import Batch
 from tests.support.batches import Padder, padded_contract
 from tests.support.building import TraceBuilder, contract
@@ -427,6 +429,18 @@ def test_batch_checks_judge_traces_about_batches_only() -> None:
     assert rollouts["batch.tokens"].verdict is Verdict.NOT_APPLICABLE
     assert rollouts["batch.tokens"].reason == "it judges batches, and this trace is about rollouts"
     assert {r.id.partition(".")[0] for r in batches.results if r.verdict is not Verdict.NOT_APPLICABLE} == {"batch"}
+
+
+def test_a_trace_about_batches_is_stored_and_judged_again(tmp_path: Path) -> None:
+    """Written as JSON and read back: the same verdicts, findings and header."""
+    trace = record_batches(_Shifted, name="shifted")
+    dump_trace(trace, tmp_path / "batches.json")
+    again = load_trace(tmp_path / "batches.json")
+    registry = default_registry().select(["batch"])
+    first, second = judge(trace, registry), judge(again, registry)
+    assert again.header == trace.header
+    assert first.failed == second.failed == ("batch.routes",)
+    assert first["batch.routes"].findings == second["batch.routes"].findings
 
 
 def test_cases_say_what_is_wrong_with_them() -> None:
