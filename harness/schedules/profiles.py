@@ -43,7 +43,7 @@ PROFILES: Mapping[str, Profile] = {
         Profile(
             name="pr",
             scope=Scope(response=4, actions=2, side_actions=1, side_response=3),
-            random_cases=150,
+            random_cases=100,
             max_examples=50,
             steps=20,
             seed=0,
