@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Clue", "Stray", "StrayGroup", "group_of", "groups", "row_version"]
 
-_MOST = 2048
-"""Wrong rows that are looked at; a sample with more of them is as broken with the first ones."""
+_MOST = 256
+"""Wrong rows of a sample that are looked at: the first ones tell what the others would."""
 _TELLING_BITS = 12.0
 """A source is named where an indifferent router would agree with it less than once in 2**12 times; else the rows are just wrong."""
 _MEMO = "route strays"

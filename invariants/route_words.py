@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.contract import Contract
 from rollproof.invariants import route_evidence
-from rollproof.invariants.route_strays import row_version
+from rollproof.invariants.route_strays import groups, row_version
 
 if TYPE_CHECKING:
     from rollproof.invariants.route_strays import StrayGroup
@@ -52,12 +52,13 @@ def amount(view: RequestView, group: StrayGroup) -> str:
     judged = sum(high - low for low, high in evidence.captured)
     moe = len(view.contract.moe_columns)
     wrong = len(group.positions)
+    unread = len(evidence.mismatched) - sum(len(one.positions) + len(one.others) for one in groups(view))
     text = f"{wrong} of {plural(judged, 'row')} (position{'s' if wrong > 1 else ''} {ranges(group.positions.tolist())})"
     if group.layers < moe:
         text += f", in {group.layers} of {moe} MoE layers"
     if len(group.others):
         text += f"; {plural(len(group.others), 'more row')} (position {ranges(group.others.tolist())}) of the same sample is wrong besides"
-    return text
+    return f"{text}; {plural(unread, 'wrong row')} behind them not looked at" if unread else text
 
 
 def attempt_words(view: RequestView, attempt: int, position: int) -> str:

@@ -34,6 +34,10 @@ _ABSENCE = {
         "the engine was asked and returned none, and the sample was handed over all the same",
         "Raise where an answer lacks what was asked for: a trainer without routes uses its own router in silence (slime #1145).",
     ),
+    "untold": (
+        "the trace holds no call that would say where they were lost",
+        "Hand over what the contract declares, or declare rows='none'; record the engine calls to learn where the routes went.",
+    ),
 }
 """Why routes are absent: what was observed, what to do."""
 
@@ -60,7 +64,7 @@ def _presence(view: RequestView, out: Collector) -> None:
     out.exercised("samples that asked for routes")
     if evidence.routes is not None and (evidence.rows or 0 not in evidence.row_counts):
         return
-    cause = "dropped" if returned else "unasked" if unasked else "silent"
+    cause = "dropped" if returned else "unasked" if unasked else "silent" if view.attempts else "untold"
     observed, hint = _ABSENCE[cause]
     out.finding(
         "a sample lacks its routes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,6 +140,13 @@ def test_a_shift_names_the_row_that_stands_there() -> None:
     finding = only_finding(story.judged(np.concatenate([story.good()[:1], story.good()[:-1]])), "routes.position")
     assert finding.observed == "the row at position 1 is that of position 0; so in 8 of 9 rows (positions 1-8)"
     assert finding.expected == "row i is the row of token i of prompt + response"
+
+
+def test_a_long_sample_is_looked_into_as_far_as_it_tells() -> None:
+    """Of many wrong rows the first 256 are explained, and the message says how many there are besides."""
+    story = Story(segments=(Segment(300),), prompt=5)
+    finding = only_finding(story.judged(np.roll(story.good(), 1, axis=1)), "routes.layer")
+    assert re.search(r"in 256 of 304 rows \(.*\); \d\d wrong rows behind them not looked at", finding.observed)
 
 
 def test_a_layer_shift_names_the_layers_of_the_model() -> None:

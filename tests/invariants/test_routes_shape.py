@@ -112,6 +112,8 @@ def test_missing_routes_say_who_lost_them() -> None:
         builder = TraceBuilder(contract()).submit()
         builder.reply(builder.call((1, 2), want_routes=asked), (3, 4)).result((3, 4))
         assert words in only_finding(judge(builder.trace(), REGISTRY), "routes.presence").observed
+    untold = judge(TraceBuilder(contract()).submit().result((3, 4)).trace(), REGISTRY)
+    assert "no call that would say" in only_finding(untold, "routes.presence").observed
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.LENGTH])

@@ -39,9 +39,9 @@ def filler(kind: str, like: np.ndarray) -> np.ndarray:
 
 @cache
 def _draws(seed: int, request: int, version: int, layers: int, experts: int) -> np.ndarray:
-    """A permutation of the experts for each of 24 positions and each layer."""
+    """A permutation of the experts for each position and layer; few positions where there are many experts."""
     rng = np.random.default_rng([seed, request, version])
-    return rng.random((24, layers, experts)).argsort(axis=2)
+    return rng.random((24 if experts > 128 else 320, layers, experts)).argsort(axis=2)
 
 
 @dataclass
