@@ -158,9 +158,12 @@ class VerlServer:
         sampling = dict(sampling_params)  # Ray hands the actor a copy
         limits = [sampling.pop(key) for key in ("max_tokens", "max_new_tokens") if key in sampling]
         want_logprobs = bool(sampling.pop("logprobs", False))
+        budget = self._lengths().budget(limits[0] if limits else None, len(prompt_ids), self._convention.least)
+        if budget < 1:
+            return self._nothing(want_logprobs=want_logprobs)
         output = await self.engine.generate(
             prompt_ids=list(prompt_ids),
-            max_tokens=self._lengths().budget(limits[0] if limits else None, len(prompt_ids), self._convention.least),
+            max_tokens=budget,
             sampling=sampling,
             media=image_data[0] if image_data else None,
             want_routes=self._want_routes,
@@ -168,6 +171,15 @@ class VerlServer:
         )
         fields = token_output_fields(output, self._convention, self._verl.facts, tag=self._tag(output), want_logprobs=want_logprobs)
         return self._verl.token_output(**fields)
+
+    def _nothing(self, *, want_logprobs: bool) -> Any:
+        """The answer where nothing may be generated: SGLang takes a budget of 0, and verl's server empties what it returns."""
+        return self._verl.token_output(
+            token_ids=[],
+            log_probs=[] if want_logprobs else None,
+            stop_reason=self._convention.stop_reason[FinishReason.LENGTH],
+            extra_fields={"global_steps": self.global_steps},
+        )
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Nothing is left to do: the engine was told its label together with the weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, MissingLogprobs, PartialOff, Provenance, ResumeBy, Rows, Versions
@@ -38,6 +39,13 @@ def config_of(case: Case, verl: Verl, lengths: Lengths) -> Any:
 
     Trainers since 0.9.0 have no ``async_training``: it is there only where the release needs it, or to switch partial rollout off.
     """
+    partial = case.partial if verl.facts.reads_async_training or not case.partial else None
+    return _config(CONVENTIONS[case.flavour].name, lengths, partial)
+
+
+@lru_cache(maxsize=256)
+def _config(name: str, lengths: Lengths, partial: bool | None) -> Any:
+    """Read-only, and made once: OmegaConf takes longer to make one than a short case takes to run."""
     from omegaconf import OmegaConf
 
     turns = {
@@ -49,7 +57,7 @@ def config_of(case: Case, verl: Verl, lengths: Lengths) -> Any:
         "format": PARSER,
     }
     rollout = {
-        "name": CONVENTIONS[case.flavour].name,
+        "name": name,
         "prompt_length": lengths.prompt,
         "response_length": lengths.response,
         "max_model_len": lengths.model,
@@ -60,9 +68,11 @@ def config_of(case: Case, verl: Verl, lengths: Lengths) -> Any:
         "actor_rollout_ref": {"rollout": rollout},
         "data": {"apply_chat_template_kwargs": {}, "mm_processor_kwargs": {}, "continuous_token": {"enable": False}},
     }
-    if verl.facts.reads_async_training or not case.partial:
-        config["async_training"] = {"partial_rollout": case.partial}
-    return OmegaConf.create(config)
+    if partial is not None:
+        config["async_training"] = {"partial_rollout": partial}
+    made = OmegaConf.create(config)
+    OmegaConf.set_readonly(made, True)
+    return made
 
 
 def client_contract(fleet: Fleet) -> Contract:

@@ -7,6 +7,7 @@ refused rather than guessed.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -92,6 +93,8 @@ def import_verl(version: str) -> Verl:
     facts = VERSIONS.get(version)
     if facts is None:
         raise StackError(f"verl {version} is not in the table of known releases ({', '.join(VERSIONS)}). Run:\n  {RELEASE.install()}")
+    # said once per agent loop, and as it is meant: texts made of ids need no model's template
+    logging.getLogger("verl.utils.tokenizer.continuous_token_wiring").setLevel(logging.ERROR)
     try:
         loops = "verl.experimental.agent_loop."
         (client,) = attributes(*facts.client.split(":"))
