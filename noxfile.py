@@ -9,6 +9,7 @@ Runs by itself too: `uv run noxfile.py -s cpu`, or `python noxfile.py -s cpu` wh
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 import tomllib
@@ -80,19 +81,25 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Type-check the installed wheel with mypy (strict) and pyright, from outside the checkout."""
     install(session, "types")
-    with tempfile.TemporaryDirectory() as folder:
+    python = str(Path(session.bin) / "python")
+    with tempfile.TemporaryDirectory() as name:
         # A folder of its own, without a dot in its path: pyright passes over everything below .nox.
-        site = Path(folder) / "site"
-        session.install("--no-deps", "--target", str(site), ".")
-        (Path(folder) / "pyrightconfig.json").write_text(
-            f'{{"include": ["{site / "rollproof"}"], "extraPaths": ["{site}"], "pythonVersion": "3.11", "reportMissingImports": "warning",'
-            ' "reportMissingModuleSource": "none"}',
-            encoding="utf-8",
-        )
+        folder = Path(name)
+        session.install("--no-deps", "--target", str(folder / "site"), ".")
+        shutil.copy(ROOT / "tests" / "typing" / "uses.py", folder)
+        settings = {
+            "include": ["site/rollproof", "uses.py"],
+            "extraPaths": ["site"],
+            "pythonVersion": "3.11",
+            "reportMissingImports": "warning",  # frameworks that only their adapters import
+            "reportMissingModuleSource": "none",
+        }
+        (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
         session.chdir(folder)
-        session.run("mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "rollproof", env={"MYPYPATH": str(site)})
-        session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"))
-        session.run("pyright", "--pythonpath", str(Path(session.bin) / "python"), "--ignoreexternal", "--verifytypes", "rollproof")
+        for what in (["-p", "rollproof"], ["uses.py"]):
+            session.run("mypy", "--config-file", str(ROOT / "pyproject.toml"), *what, env={"MYPYPATH": "site"})
+        session.run("pyright", "--pythonpath", python)
+        session.run("pyright", "--pythonpath", python, "--ignoreexternal", "--verifytypes", "rollproof")
 
 
 @nox.session

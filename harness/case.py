@@ -143,7 +143,7 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; ``from_dict`` is its inverse."""
-        return {item: _plain(getattr(self, item)) for item in _names(type(self))}
+        return {item: _plain(getattr(self, item)) for item in _names(type(self))}  # type: ignore[arg-type]  # a class is hashable, whatever its records are
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
     if kind is tuple:
         return [_plain(item) for item in value] if value and not isinstance(value[0], int | float) else list(value)
     if kind in _RECORDS:
-        return {item: _plain(getattr(value, item)) for item in _names(kind)}
+        return {item: _plain(getattr(value, item)) for item in _names(kind)}  # type: ignore[arg-type]  # as above
     return dict(value) if isinstance(value, Mapping) else value
 
 

@@ -80,9 +80,12 @@ class VirtualLoop(base_events.BaseEventLoop):
             future.set_exception(error)
         return future
 
-    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
+    def call_soon_threadsafe(  # type: ignore[override]  # the supertype's type variable would say no more
+        self, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> asyncio.Handle:
         """As ``call_soon``. Raises ``SubjectError`` from another thread."""
-        if threading.get_ident() != self._thread_id and self._thread_id is not None:
+        owner: int | None = self._thread_id  # type: ignore[attr-defined]  # set by BaseEventLoop while it runs
+        if owner is not None and threading.get_ident() != owner:
             raise SubjectError(_THREAD_ADVICE)
         return self.call_soon(callback, *args, context=context)
 
@@ -119,7 +122,7 @@ def guarded() -> Iterator[None]:
 
     start = threading.Thread.start
     names = ("connect", "connect_ex", "bind")
-    threading.Thread.start = no_thread  # type: ignore[method-assign]
+    threading.Thread.start = no_thread  # type: ignore[method-assign, assignment]
     for name in names:
         setattr(socket.socket, name, no_socket(name))
     try:

@@ -20,6 +20,7 @@ __all__ = ["OPTIONS", "PROFILES", "STATE", "Option", "Settings", "State"]
 PROFILES = ("pr", "nightly", "soak")
 """Names of the profiles; ``rollproof.schedules`` says what they run."""
 _UNKNOWN = ("fail", "skip")
+_UNDECIDED = ("rollproof_verdict", "unknown")
 
 
 class Option(NamedTuple):
@@ -148,9 +149,10 @@ def _one_of(flag: str, value: str, valid: tuple[str, ...]) -> None:
 
 def _path(config: pytest.Config, dest: str) -> str | None:
     """Paths of the command line start from where pytest was called, those of the ini file from the root folder."""
-    if config.getoption(dest):
-        return str(config.invocation_params.dir / config.getoption(dest))
-    return str(config.rootpath / config.getini(dest)) if config.getini(dest) else None
+    given, kept = config.getoption(dest), config.getini(dest)
+    if given:
+        return str(config.invocation_params.dir / str(given))
+    return str(config.rootpath / kept) if kept else None
 
 
 def _check_names(settings: Settings) -> None:
@@ -194,7 +196,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
 
 def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
     """An unknown verdict fails the session like a failure, but is listed as what it is."""
-    if report.when == "call" and report.failed and ["rollproof_verdict", "unknown"] in map(list, report.user_properties):
+    if report.when == "call" and report.failed and any(tuple(pair) == _UNDECIDED for pair in report.user_properties):
         return "unknown", "U", "UNKNOWN"
     return None
 

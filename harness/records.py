@@ -174,7 +174,7 @@ class BatchRow:
     routed: IntArray | None = None
 
 
-def as_tokens(value: object, *, what: str = "token_ids") -> tuple[int, ...]:
+def as_tokens(value: Any, *, what: str = "token_ids") -> tuple[int, ...]:
     """A tuple of ints from a list, tuple or 1-D integer array or tensor. Raises ``SubjectError`` for anything else."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -183,7 +183,7 @@ def as_tokens(value: object, *, what: str = "token_ids") -> tuple[int, ...]:
     return tuple(int(token) for token in value)
 
 
-def as_logprobs(value: object, *, what: str = "logprobs") -> LogprobArray | None:
+def as_logprobs(value: Any, *, what: str = "logprobs") -> LogprobArray | None:
     """``(tokens,)`` float64 with NaN for ``None`` entries; ``None`` stays ``None``. Raises ``SubjectError``.
 
     The result is a copy: what the stack later does to its own list does not reach the record.
@@ -200,7 +200,7 @@ def as_logprobs(value: object, *, what: str = "logprobs") -> LogprobArray | None
         raise SubjectError(f"{what} must hold numbers or None: {error}.") from error
 
 
-def as_routes(value: object, *, what: str = "routes") -> IntArray | None:
+def as_routes(value: Any, *, what: str = "routes") -> IntArray | None:
     """``(rows, layers, top_k)`` integer copy of an array or CPU tensor; ``None`` stays ``None``. Raises ``SubjectError``."""
     if value is None:
         return None

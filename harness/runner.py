@@ -233,8 +233,8 @@ class _Run:
 
     def _gauge(self, phase: str) -> None:
         gauges = dict(self.fleet.gauges())
-        own = getattr(self.subject, "gauges", None)
-        if callable(own):
+        own: Any = getattr(self.subject, "gauges", None)
+        if own is not None:
             gauges.update(own())
         for name, value in sorted(gauges.items()):
             self.recorder.record(Gauge(name=name, value=float(value), phase=phase))

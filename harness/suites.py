@@ -248,7 +248,7 @@ def _report(state: State, suite: Suite, config: pytest.Config) -> Report:
     profile = suite.profile or state.settings.profile
     seed = suite.seed if suite.seed is not None else seed_of(state, profile)
     assert suite.factory is not None
-    name: str = suite.name or getattr(suite.factory, "__qualname__", type(suite.factory).__name__)
+    name = suite.name or str(getattr(suite.factory, "__qualname__", type(suite.factory).__name__))
     key = f"{getattr(suite.factory, '__module__', '')}:{name}:{profile}:{seed}:{suite.only}:{suite.flavours}"
     if key not in state.cache:
         state.cache[key] = _run(state, suite, name, profile, seed, config)

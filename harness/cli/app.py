@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -94,7 +94,7 @@ def _tell(text: str, code: int, *, debug: bool) -> int:
     return code
 
 
-def _clicked_text(error: Exception) -> str:
+def _clicked_text(error: Any) -> str:
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)
     return f"{text} See `{context.command_path} --help`." if context is not None else text
