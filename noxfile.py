@@ -9,6 +9,7 @@ Runs by itself too: `uv run noxfile.py -s cpu`, or `python noxfile.py -s cpu` wh
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import tempfile
@@ -119,7 +120,7 @@ def bench(session: nox.Session) -> None:
 
 def _stack(arguments: list[str]) -> str | None:
     """The value of `--stack` among the arguments."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in itertools.pairwise([*arguments, ""]):
         if argument.startswith("--stack="):
             return argument.removeprefix("--stack=")
         if argument == "--stack":
