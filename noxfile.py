@@ -42,9 +42,9 @@ def verify(session: nox.Session) -> None:
     install(session)
     stack = _stack(session.posargs)
     if stack is None:
-        session.run("rollproof", "verify", *session.posargs)
         if not session.posargs:
             session.run("rollproof", "known-bugs")
+        session.run("rollproof", "verify", *session.posargs)
         return
     name = stack.partition("==")[0]
     requirements = ROOT / "harness" / "stacks" / "requirements" / f"{name}.txt"
