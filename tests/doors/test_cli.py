@@ -131,6 +131,14 @@ def test_expected_failures_turn_the_exit_code(capsys: pytest.CaptureFixture[str]
     assert "routes.rows is listed in expected.toml as an expected failure" in stale
 
 
+def test_verify_judges_conversions_into_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    """A factory with `collate` is a BatchSubject: the checks of batches judge it, the others do not apply."""
+    report = verified(capsys, "--subject", "rollproof.fakes.collating:Collator", code=ExitCode.PASS)
+
+    assert {"batch"} == {check["id"].partition(".")[0] for check in report["checks"] if check["verdict"] == "pass"}
+    assert 0 == report["summary"]["unknown"]
+
+
 def test_unknown_alone_is_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
     """A check whose trigger does not fire is told as unknown, and the run is not a success."""
     report = verified(capsys, "--subject", CORRECT, "--only", "versions.unlabelled-update", code=2)

@@ -374,3 +374,61 @@ def test_collecting_runs_nothing(fake_runs: pytest.Pytester) -> None:
 
     result.stdout.fnmatch_lines(["*::test_rollouts[[]stitch.a[]]"])
     assert not (fake_runs.path / "runs").exists()
+
+
+RECORDED = """
+from rollproof import Contract, FinishReason, Request, Rollout
+
+def test_mine(rollproof_record):
+    contract = Contract(
+        rows="none", resume="client", versions="none", logprobs="none", abort_surfaces=False, kv_policy="recompute"
+    )
+    with rollproof_record(contract) as trace:
+        trace.submit(Request(request_id="r0", prompt_ids=(1,), max_tokens=2))
+        trace.result(Rollout(request_id="r0", prompt_ids=({first},), response_ids=(5, 6), finish_reason=FinishReason.LENGTH))
+"""
+
+
+def test_recordings_appear_in_the_summary_and_the_report(pytester: pytest.Pytester) -> None:
+    """The fixture names a recording after its test, and hands its verdicts to the closing summary and the JSON report."""
+    pytester.makepyfile(test_it=RECORDED.format(first=1))
+    result = pytester.runpytest_inprocess("--rollproof-report=out.json")
+    data = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))
+
+    result.assert_outcomes(passed=1)
+    assert "test_it.py::test_mine  [profile recorded, seed 0, 1 case]" in summary(result)
+    assert ("test_it.py::test_mine", 0) == (data["subject"], data["summary"]["fail"])
+    assert data["summary"]["pass"] > 0
+
+
+def test_a_faulty_recording_fails_its_test(pytester: pytest.Pytester) -> None:
+    """A finding fails the test that was recorded, with the finding's text, and is counted in the summary."""
+    pytester.makepyfile(test_it=RECORDED.format(first=9))
+    result = pytester.runpytest_inprocess()
+
+    result.assert_outcomes(failed=1)
+    assert "FAIL  stitch.prompt" in str(result.stdout).partition("= rollproof =")[0]
+    assert "FAIL  stitch.prompt: 1 finding" in summary(result)
+
+
+def test_a_conversion_into_batches_is_a_suite(pytester: pytest.Pytester) -> None:
+    """A BatchSubject is judged by the checks of batches alone, as decorated function and as subclass."""
+    pytester.makepyfile(
+        """
+        import rollproof
+        from rollproof.fakes.collating import Collator
+
+        @rollproof.conformance(Collator)
+        def test_batches(check):
+            assert check.id.startswith("batch.")
+
+        class TestBatches(rollproof.BatchConformance):
+            subject = Collator
+        """
+    )
+    result = pytester.runpytest_inprocess("-v")
+    outcomes = result.parseoutcomes()
+
+    assert {"passed"} == set(outcomes)
+    assert outcomes["passed"] >= 20
+    result.stdout.fnmatch_lines(["*::test_batches[[]batch.*[]] PASSED*", "*::TestBatches::test_check[[]batch.*[]] PASSED*"])
