@@ -14,10 +14,11 @@ import numpy as np
 
 from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
 from rollproof.records import BatchRow, IntArray, LogprobArray, Rollout
+from rollproof.stacks import attributes
 from rollproof.stacks.verl.dialogue import IdTokenizer
 from rollproof.stacks.verl.versions import Verl
 
-__all__ = ["PaddedBatch", "SampleDicts"]
+__all__ = ["PaddedBatch", "SampleDicts", "UnpaddedBatch"]
 
 _SLACK = 3
 """Places by which the configured lengths exceed the longest sample, so that every sample is padded."""
@@ -149,6 +150,42 @@ class PaddedBatch:
             )
             for i in range(len(names))
         ]
+
+
+class UnpaddedBatch(PaddedBatch):
+    """``left_right_2_no_padding`` behind ``_postprocess``, as trainers do it: ids and routes without padding, the rest padded still."""
+
+    def __init__(self, verl: Verl) -> None:
+        super().__init__(verl)
+        (self._unpad,) = attributes("verl.workers.utils.padding", "left_right_2_no_padding")
+
+    async def collate(self, samples: list[Rollout]) -> Any:
+        """A ``TensorDict`` with nested tensors, and the names of the samples in it."""
+        padded = await super().collate(samples)
+        return self._unpad(padded.batch), padded.non_tensor_batch[_NAME]
+
+    def rows(self, batch: Any) -> list[BatchRow]:
+        """One row a sample; the response's fields are cut to its length."""
+        tensors, names = batch
+        ids = [_array(one) for one in tensors["input_ids"].unbind()]
+        routes = tensors["routed_experts"].unbind() if "routed_experts" in tensors.keys() else None  # noqa: SIM118 - as above
+        logprobs = tensors["rollout_log_probs"] if "rollout_log_probs" in tensors.keys() else None  # noqa: SIM118 - as above
+        width = tensors["prompts"].shape[1]
+        out = []
+        for i, sequence in enumerate(ids):
+            response = int(tensors["attention_mask"][i, width:].sum())
+            prompt = len(sequence) - response
+            out.append(
+                BatchRow(
+                    request_id=str(names[i]),
+                    token_ids=sequence,
+                    attention=np.ones(len(sequence), dtype=np.int64),
+                    loss_mask=_after(prompt, _array(tensors["loss_mask"][i, :response]), 0),
+                    logprobs=None if logprobs is None else _after(prompt, _array(logprobs[i, :response]).astype(np.float64), np.nan),
+                    routes=None if routes is None else _array(routes[i]),
+                )
+            )
+        return out
 
 
 def _array(tensor: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from rollproof.case import Case
 from rollproof.schedules import Limits, profile_named, random_cases
 from rollproof.stacks.verl.agent_loop import AgentLoopSubject
-from rollproof.stacks.verl.batch import PaddedBatch, SampleDicts
+from rollproof.stacks.verl.batch import PaddedBatch, SampleDicts, UnpaddedBatch
 from rollproof.stacks.verl.checkpoint import CheckpointSubject
 from rollproof.stacks.verl.client import ClientSubject
 from rollproof.stacks.verl.server import CONVENTIONS
@@ -71,4 +71,7 @@ def parts_of(verl: Verl) -> Mapping[str, Part]:
 
 def batches_of(verl: Verl) -> Mapping[str, Callable[[], Any]]:
     """The conversions into training batches, by name."""
-    return {"sample-dicts": lambda: SampleDicts(verl), "padded-batch": lambda: PaddedBatch(verl)}
+    batches: dict[str, Callable[[], Any]] = {"sample-dicts": lambda: SampleDicts(verl), "padded-batch": lambda: PaddedBatch(verl)}
+    if verl.facts.unpads_on_cpu:
+        batches["unpadded-batch"] = lambda: UnpaddedBatch(verl)
+    return batches

@@ -37,7 +37,8 @@ class VerlVersion:
     ``pins_budget`` that it grants the configured response length where the caller states no limit. Of the servers:
     ``tags_empty_abort`` whether vLLM's answer to an abort before the first token carries ``global_steps``,
     ``reports_cached_tokens`` whether vLLM's carries the hits of the prefix cache, ``sglang_routes`` the type of SGLang's routes.
-    ``dict_routes`` and ``padded_routes`` are the numpy types of the routes in the batches of ``as_dict`` and ``_postprocess``.
+    ``dict_routes`` and ``padded_routes`` are the numpy types of the routes in the batches of ``as_dict`` and ``_postprocess``,
+    ``unpads_on_cpu`` whether padding can be taken away without flash-attn.
     """
 
     client: str
@@ -50,6 +51,7 @@ class VerlVersion:
     sglang_routes: RouteArray = RouteArray.NUMPY
     dict_routes: str = "int16"
     padded_routes: str = "int16"
+    unpads_on_cpu: bool = True
 
 
 _LLM_SERVER = "verl.workers.rollout.llm_server:FullyAsyncLLMServerClient"
@@ -63,6 +65,7 @@ VERSIONS: Mapping[str, VerlVersion] = {
         sglang_routes=RouteArray.TENSOR,
         dict_routes="int64",
         padded_routes="uint8|uint16|int16|int32|int64",
+        unpads_on_cpu=False,
     ),
     "0.9.0": VerlVersion(client=_LLM_SERVER),
     "0.9.1": VerlVersion(client=_LLM_SERVER, balancer="verl.workers.rollout.router:GlobalRequestLoadBalancer", reports_cached_tokens=True),
