@@ -6,8 +6,6 @@ import pytest
 
 from tests.support import fake_campaign
 
-pytest_plugins = "pytester"
-
 
 @pytest.fixture
 def pytester(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
