@@ -58,6 +58,7 @@ class FakeEngine:
         self._hooks = hooks or EngineHooks()
         self._batch = Batch(server_id, policy, flavour, options, recorder, self._hooks, version, label)
         self._pause: PauseMode | None = None
+        self._resumes = 0
         self._drained: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -136,15 +137,16 @@ class FakeEngine:
         """Stop admitting, deal with the calls in flight as ``mode`` says, and return when that is done.
 
         ``clear_cache`` also drops all KV: the prefix cache, and that of frozen calls, which prefill anew after the
-        resume. In place, nothing can be dropped. Pausing twice is allowed; one resume ends both.
+        resume. In place, nothing can be dropped. Pausing twice is allowed; one resume ends both. A pause that a resume
+        ended before it was complete returns all the same, and is not recorded: the server admits, or drains for another pause.
         """
         self._refuse_dead()
-        self._pause = mode
+        self._pause, resumes = mode, self._resumes
         if mode is PauseMode.ABORT:
             await self._end_all(self.in_flight)
         elif mode is PauseMode.WAIT:
             await self._drain()
-        if self._pause is not mode:
+        if self._pause is not mode or self._resumes != resumes:
             return  # somebody resumed, or paused otherwise, in the meantime
         clear = clear_cache and mode is not PauseMode.IN_PLACE
         if mode is PauseMode.RETRACT or (mode is PauseMode.KEEP and clear):
@@ -157,6 +159,7 @@ class FakeEngine:
         """Admit and run again. Without a pause it changes nothing."""
         self._refuse_dead()
         self._pause = None
+        self._resumes += 1
         self._recorder.record(Resume(server_id=self.server_id, progress=self.progress()))
         self._wake()
 

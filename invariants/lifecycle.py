@@ -228,6 +228,7 @@ class _SurvivesDeath(Fold):
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self._flying: dict[int, Call] = {}
+        self._struck: dict[int, str] = {}
         self._hit: dict[str, tuple[str, tuple[int, ...] | None]] = {}
 
     def on_call(self, event: Call, out: Collector) -> None:
@@ -250,9 +251,10 @@ class _SurvivesDeath(Fold):
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         call = self._flying.pop(event.call_id, None)
-        if call is not None and event.delivered:
-            # It went on, so what becomes of it now is not the death's doing.
-            self._hit.pop(call.request_id, None)
+        request_id = self._struck.pop(event.call_id, None) if call is None else call.request_id
+        if request_id is not None and event.delivered:
+            # It was answered, late or before the server died, so what becomes of it now is not the death's doing.
+            self._hit.pop(request_id, None)
 
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what != "death":
@@ -263,6 +265,7 @@ class _SurvivesDeath(Fold):
             if view is None:
                 continue
             out.exercised("requests in flight at a server's death")
+            keep(self._struck, call.call_id, call.request_id)
             known = None
             if self.context.contract.resume is ResumeBy.CLIENT:
                 stitched = view.stitched_as(Provenance.AS_SAMPLED)

@@ -196,7 +196,7 @@ def _gather(view: RequestView) -> RouteEvidence:
     response, sampled = rollout.response_ids, stitched.response_ids
     cut = len(response) < len(sampled) and sampled[: len(response)] == response
     shape_fits = routes is not None and routes.shape[1:] == (contract.route_layers, contract.top_k)
-    counts = _row_counts(contract, max(0, rollout.total - rollout.routes_start), cut)
+    counts = _row_counts(contract, max(0, rollout.total - rollout.routes_start), cut, _unforwarded(view, len(response)))
     engine_columns, comparable = _engine_columns(view, pieces)
     hindrance = None
     if routes is None:
@@ -242,14 +242,25 @@ def _alternatives(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[RowP
     return tuple(found)
 
 
-def _row_counts(contract: Contract, span: int, cut: bool) -> range:
-    """Row counts that the contract allows for a sample of ``span`` tokens from its first row on."""
+def _unforwarded(view: RequestView, length: int) -> int:
+    """How many of the first ``length`` response tokens are the environment's at the end: no call that sampled anything forwarded them."""
+    count = 0
+    for run in reversed(view.stitched.runs):
+        if run.attempt >= 0 and run.ids:
+            break
+        count += max(0, min(run.end, length) - run.start)
+    return count
+
+
+def _row_counts(contract: Contract, span: int, cut: bool, unforwarded: int) -> range:
+    """Row counts that the contract allows for a sample of ``span`` tokens from its first row on, the last ``unforwarded`` never run."""
     if contract.rows is Rows.CAPTURED_PREFIX:
         return range(span + 1)
     if contract.rows is Rows.ALL:
         return range(span, span + 1)
     # a response that was cut ends in a token that was forwarded: its row is a capture, and may stay
-    return range(max(0, span - 1), span + cut)
+    # the environment's last word may have been prefilled by a call that was aborted before its first token, or by none
+    return range(max(0, span - 1 - unforwarded), span + (cut or unforwarded > 0))
 
 
 def _engine_columns(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[tuple[int, ...] | None, bool]:

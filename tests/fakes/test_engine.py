@@ -325,6 +325,26 @@ def test_pause_wait_ends_with_the_resume_that_overtakes_it() -> None:
     on_clock(main)
 
 
+def test_a_drain_that_was_cut_short_is_not_acknowledged_for_the_pause_behind_it() -> None:
+    """Two updates without a lock: the resume of one ends the drain of the other, and a third pause at the same instant drains anew."""
+
+    async def main() -> None:
+        bench = Bench()
+        call = bench.call(6)
+        await bench.steps(1)
+        first = asyncio.ensure_future(bench.engine.pause(PauseMode.WAIT))
+        await bench.steps(1)
+        await bench.engine.resume()
+        second = asyncio.ensure_future(bench.engine.pause(PauseMode.WAIT))
+        await first
+        assert ([], False) == (bench.events(Pause), call.done())
+        await second
+        assert ([{}], True) == ([event.progress for event in bench.events(Pause)], call.done())
+        await bench.engine.resume()
+
+    on_clock(main)
+
+
 @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE])
 def test_frozen_calls_go_on_after_the_resume(mode: PauseMode) -> None:
     """Such a pause samples nothing while it lasts, and the call ends as if there had been none."""

@@ -204,6 +204,23 @@ class TestSurvivesDeath:
         call = teller.call((1, 2, 3, 4), server="s1")
         passes(self.ID, teller.reply(call, (5,), reason="abort").result())
 
+    @pytest.mark.parametrize("late", ["", "late-reply"])
+    def test_a_declared_drop_of_an_abort_that_overtook_the_death_is_not_the_deaths(self, late: str) -> None:
+        """The call was aborted before its server died, and its answer arrives after that: at the same instant, or late."""
+        teller = _open(partial_off="dropped", case={"partial": False})
+        call = teller.call((1, 2))
+        if late:
+            teller.fault(late, "s0", call)
+        teller.abort(call).fault("death", "s0").reply(call, (3,), reason="abort").result()
+        passes(self.ID, teller, **{"requests_in_flight_at_a_server's_death": 1})
+
+    def test_an_answer_that_was_lost_excuses_no_drop(self) -> None:
+        """Its caller never saw the abort that came after the death."""
+        teller = _open(partial_off="dropped", case={"partial": False})
+        call = teller.call((1, 2))
+        teller.abort(call).fault("death", "s0").reply(call, (3,), reason="abort", delivered=False).result()
+        assert "a request vanished when a server died" == finds(self.ID, teller).title
+
     def test_a_death_elsewhere_hits_nobody(self) -> None:
         """No call of the request was on that server."""
         unknown(self.ID, _open().fault("death", "s1").result(), "not exercised")

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from rollproof.checks import Verdict
-from rollproof.judge import judge
+from rollproof.judge import Judgement, judge
 from rollproof.records import FinishReason
-from tests.support.building import TraceBuilder, contract
+from rollproof.trace import Observation
+from tests.support.building import TraceBuilder, coded_rows, contract
 from tests.support.routing import REGISTRY, Segment, Story, failing, only_finding
 
 
@@ -84,6 +85,27 @@ def test_rows_must_be_cut_with_the_response() -> None:
         judged = story.judged(story.good()[:rows], keep=3)
         assert failing(judged) == set()
         assert judged["routes.rows"].exercised == {"cut samples": 1}
+
+
+def _last_word(rows: int, declared: str = "T-1") -> Judgement:
+    """A turn of one token behind a prompt of two, the environment's two tokens, and a call that was aborted before its first one."""
+    builder = TraceBuilder(contract(resume="none", abort_surfaces=True, rows=declared, final_row="arange" if declared == "T" else None))
+    builder.weights(0).submit("r0", (1, 2), max_tokens=9, turns=((90, 91),))
+    builder.reply(builder.call((1, 2)), (5,), "stop", prompt_len=2)
+    builder.add(Observation(request_id="r0", token_ids=(90, 91)))
+    builder.reply(builder.call((1, 2, 5, 90, 91)), (), "abort")
+    response = (5, 90, 91)
+    builder.result(response, routes=coded_rows(0, rows, 0), finish_reason=FinishReason.ABORT)
+    return judge(builder.trace(), REGISTRY)
+
+
+def test_the_environments_last_word_needs_no_rows() -> None:
+    """A surfaced sample may end in tokens that no forward saw; T-1 rows of it are as good, fewer than were captured are not."""
+    for rows in (2, 3, 4, 5):
+        judged = _last_word(rows)
+        assert (Verdict.PASS, {"resumed samples": 1}) == (judged["routes.rows"].verdict, dict(judged["routes.rows"].exercised))
+    assert only_finding(_last_word(1), "routes.rows").title == "1 route row for a sample of 5 tokens"
+    assert only_finding(_last_word(6), "routes.rows").title == "6 route rows for a sample of 5 tokens"
 
 
 def test_a_sample_with_an_offset_is_counted_from_there() -> None:
