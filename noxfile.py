@@ -59,7 +59,7 @@ def verify(session: nox.Session) -> None:
 def cpu(session: nox.Session) -> None:
     """Run all tests that need no GPU, against the installed wheel."""
     install(session, "test")
-    session.run("pytest", *(session.posargs or ["-n", "2", "tests"]))
+    session.run("pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile", "tests"]))
 
 
 @nox.session
