@@ -102,15 +102,19 @@ def _listed(expected: Path | None, *, accept: bool) -> ExpectedFailures | None:
 
 
 def _show(output: Output, whole: Report, reports: list[Report], *, verbose: bool) -> None:
+    if len(reports) == 1:
+        output.lines(report_lines(whole.to_dict(), verbose=verbose))
+        return
+    # Parts tell what is wrong with them; what stayed unknown in all of them, what was exercised and the canary are told once.
     for report in reports:
-        if len(reports) == 1 or verbose or report.summary["fail"] or report.summary["expected_fail"]:
-            output.lines(report_lines(report.to_dict(), verbose=verbose))
+        data = report.to_dict()
+        if verbose or report.summary["fail"] or report.summary["expected_fail"]:
+            shown = [check for check in data["checks"] if verbose or check["verdict"] in ("fail", "expected fail")]
+            output.lines(report_lines({**data, "checks": shown, "exercised": {}, "canary": {}}, verbose=verbose))
         else:
-            output.lines([(Style.PLAIN, f"{report.subject}: {summary_text(report.to_dict())}")])
-    if len(reports) > 1:
-        # The parts have shown their findings; the whole adds what was exercised, the canary and the sum.
-        data = whole.to_dict()
-        output.lines(report_lines({**data, "checks": [check for check in data["checks"] if check["verdict"] == "unknown"]}))
+            output.lines([(Style.PLAIN, f"{report.subject}: {summary_text(data)}")])
+    data = whole.to_dict()
+    output.lines(report_lines({**data, "checks": [check for check in data["checks"] if check["verdict"] == "unknown"]}))
 
 
 def _json(whole: Report, reports: list[Report]) -> dict[str, Any]:
