@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,10 +229,15 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 def test_an_interrupt_is_exit_code_130(tmp_path: Path) -> None:
     """Ctrl-C ends a run with one line and the code that shells expect."""
-    with subprocess.Popen(command("verify", "--profile", "soak"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as process:
-        time.sleep(4)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=30)
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a runner in the background hands on an ignored SIGINT
+    soak = command("verify", "--profile", "soak")
+    with subprocess.Popen(soak, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, preexec_fn=heed) as process:
+        try:
+            time.sleep(4)
+            process.send_signal(signal.SIGINT)
+            _, error = process.communicate(timeout=30)
+        finally:
+            process.kill()
 
     assert app_module.INTERRUPTED == process.returncode
     assert error.decode().strip().endswith("rollproof: interrupted")
