@@ -178,6 +178,8 @@ def run_item(item: pytest.Function) -> None:
     if suite is None:
         return
     for mark in item.iter_markers("rollproof"):
+        if mark.args or set(mark.kwargs) - {"profile", "seed"}:
+            pytest.fail(f"@pytest.mark.rollproof takes profile= and seed=, not {mark.args or sorted(mark.kwargs)}.", pytrace=False)
         suite = replace(suite, **mark.kwargs)
     _check_profile(suite.profile)
     state = item.config.stash[STATE]

@@ -1,42 +1,8 @@
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 
-SUITE = """
-import rollproof
-
-class MyStack:
-    verdicts = {verdicts!r}
-
-@rollproof.conformance(MyStack)
-def test_rollouts(check):
-    "Rollouts keep every promise."
-"""
-
-
-def suite(**verdicts: str) -> str:
-    """A test file whose subject has these verdicts, ids written with _ for the dot."""
-    return SUITE.format(verdicts={name.replace("_", "."): verdict for name, verdict in verdicts.items()})
-
-
-def summary(result: pytest.RunResult) -> str:
-    """The closing section of rollproof."""
-    return str(result.stdout).partition(" rollproof =")[2].partition("\n=")[0]
-
-
-def runs(pytester: pytest.Pytester) -> list[str]:
-    """One line per run of a subject."""
-    return (pytester.path / "runs").read_text(encoding="utf-8").splitlines()
-
-
-def report(pytester: pytest.Pytester, *arguments: str) -> dict[str, Any]:
-    """The JSON report of a run."""
-    pytester.runpytest_inprocess("--rollproof-report=out.json", *arguments)
-    loaded: dict[str, Any] = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))
-    return loaded
+from tests.support.inner import SUITE, runs, suite, summary
 
 
 def test_one_item_per_check_and_one_run_per_subject(fake_runs: pytest.Pytester) -> None:
@@ -192,6 +158,15 @@ def test_the_marker_overrides_the_options(fake_runs: pytest.Pytester) -> None:
     assert ["MyStack pr 9  MyStack"] == runs(fake_runs)
 
 
+def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:
+    """An argument that would be ignored is told instead."""
+    fake_runs.makepyfile(suite().replace("@rollproof.conf", "import pytest\n@pytest.mark.rollproof(flavour='vllm')\n@rollproof.conf"))
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(failed=4)
+    assert "@pytest.mark.rollproof takes profile= and seed=, not ['flavour']." in str(result.stdout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -265,101 +240,6 @@ def test_a_run_that_cannot_start_is_told_once(fake_runs: pytest.Pytester, kind: 
     assert 3 == sum("MyStack could not be run; the first item of this subject says why." == line for line in result.outlines)
 
 
-def test_expected_failures_do_not_fail(fake_runs: pytest.Pytester) -> None:
-    """A listed check that fails is xfailed with its reason, and counted apart."""
-    fake_runs.makefile(".toml", expected='[[expected]]\ncheck = "stitch.a"\nreason = "known"\nissue = "verl#6029"\n')
-    fake_runs.makepyfile(suite(stitch_a="fail"))
-    result = fake_runs.runpytest_inprocess("--rollproof-expected=expected.toml", "-rx")
-
-    result.assert_outcomes(passed=3, xfailed=1)
-    assert pytest.ExitCode.OK == result.ret
-    result.stdout.fnmatch_lines(["XFAIL *stitch.a* - known (verl#6029)"])
-    assert "4 checks: 3 pass, 0 fail, 0 unknown, 0 not applicable, 1 expected to fail and did" in summary(result)
-
-
-def test_a_listed_check_that_passes_fails(fake_runs: pytest.Pytester) -> None:
-    """Expected failures are strict, in the file and in the decorator."""
-    fake_runs.makepyfile(suite().replace("(MyStack)", "(MyStack, expected={'routes.c': 'known'})"))
-    result = fake_runs.runpytest_inprocess()
-
-    result.assert_outcomes(passed=3, failed=1)
-    assert "routes.c is listed as an expected failure (known), but its verdict is pass: remove the entry" in str(result.stdout)
-
-
-def test_accepting_writes_the_file_and_the_next_session_is_green(fake_runs: pytest.Pytester) -> None:
-    """The accept mode makes a file out of what fails; with it the same session passes without accepting."""
-    fake_runs.makepyfile(suite(stitch_a="fail"))
-    first = fake_runs.runpytest_inprocess("--rollproof-expected=expected.toml", "--rollproof-accept")
-
-    assert "added stitch.a: replace its reason in" in str(first.stdout)
-    fake_runs.runpytest_inprocess("--rollproof-expected=expected.toml").assert_outcomes(passed=3, xfailed=1)
-
-
-def test_the_json_report_of_one_subject_is_its_report(fake_runs: pytest.Pytester) -> None:
-    """--rollproof-report writes schema 1."""
-    fake_runs.makepyfile(suite(stitch_a="fail"))
-    data = report(fake_runs)
-
-    assert (1, "MyStack", "pr") == (data["schema"], data["subject"], data["profile"])
-    assert {"pass": 3, "fail": 1, "unknown": 0, "not_applicable": 0, "expected_fail": 0} == data["summary"]
-    assert "reports" not in data
-
-
-def test_the_json_report_of_two_subjects_takes_the_worse_verdict(fake_runs: pytest.Pytester) -> None:
-    """Over several subjects unknown outranks pass and fail outranks all, and each subject's own report is kept."""
-    fake_runs.makepyfile(
-        test_one=suite(stitch_a="fail"), test_two=suite(stitch_a="unknown", stitch_b="unknown").replace("MyStack", "Other")
-    )
-    data = report(fake_runs)
-
-    assert {"stitch.a": "fail", "stitch.b": "unknown", "routes.c": "pass", "routes.d": "pass"} == {
-        c["id"]: c["verdict"] for c in data["checks"]
-    }
-    assert {"pass": 2, "fail": 1, "unknown": 1, "not_applicable": 0, "expected_fail": 0} == data["summary"]
-    assert {"aborts mid-decode": 14} == data["exercised"]
-    assert ["MyStack", "Other"] == [one["subject"] for one in data["reports"]]
-
-
-def test_a_report_of_nothing_is_not_written(pytester: pytest.Pytester) -> None:
-    """Asked for a report where nothing was judged, the session says so and writes no empty file."""
-    pytester.makepyfile("def test_a(): pass")
-    result = pytester.runpytest_inprocess("--rollproof-report=out.json")
-
-    assert "nothing was judged" in str(result.stdout)
-    assert not (pytester.path / "out.json").exists()
-
-
-def test_verdicts_are_properties_of_the_junit_report(fake_runs: pytest.Pytester) -> None:
-    """JUnit files carry the verdict of each item, so that unknown can be told from fail there too."""
-    fake_runs.makepyfile(suite(stitch_a="fail", stitch_b="unknown"))
-    fake_runs.runpytest_inprocess("--junitxml=junit.xml", "-o", "junit_family=xunit1")
-    text = (fake_runs.path / "junit.xml").read_text(encoding="utf-8")
-
-    assert 1 == text.count('<property name="rollproof_verdict" value="fail"')
-    assert 1 == text.count('<property name="rollproof_verdict" value="unknown"')
-
-
-@pytest.mark.parametrize("workers", [["-n0"], ["-n2"], ["-n2", "--dist=loadfile"], ["-p", "no:xdist"]])
-def test_workers_hand_over_and_the_controller_writes(fake_runs: pytest.Pytester, workers: list[str]) -> None:
-    """With no, two or absent workers the session ends with the same outcomes, one summary and one report; loadfile runs once."""
-    fake_runs.makepyfile(suite(stitch_a="fail", stitch_b="unknown"))
-    result = fake_runs.runpytest_subprocess("--rollproof-report=out.json", *workers)
-
-    assert {"failed": 1, "unknown": 1, "passed": 2} == result.parseoutcomes()
-    assert 1 == str(result.stdout).count("MyStack  [profile pr, seed 0, 12 cases]")
-    assert 1 == json.loads((fake_runs.path / "out.json").read_text(encoding="utf-8"))["summary"]["fail"]
-    assert "-n2" in workers or 1 == len(runs(fake_runs))
-    assert "--dist=loadfile" not in workers or 1 == len(runs(fake_runs))
-
-
-def test_workers_share_a_fresh_seed(fake_runs: pytest.Pytester) -> None:
-    """A profile without a seed of its own draws one per session, not one per worker."""
-    fake_runs.makepyfile(suite())
-    fake_runs.runpytest_subprocess("-n2", "--rollproof-profile=nightly")
-
-    assert 1 == len({line.split()[2] for line in runs(fake_runs)})
-
-
 def test_fixtures_tell_profile_and_seed(pytester: pytest.Pytester) -> None:
     """rollproof_profile and rollproof_seed are the values in force."""
     pytester.makepyfile("def test_a(rollproof_profile, rollproof_seed):\n    assert (rollproof_profile, rollproof_seed) == ('pr', 0)\n")
@@ -374,41 +254,6 @@ def test_collecting_runs_nothing(fake_runs: pytest.Pytester) -> None:
 
     result.stdout.fnmatch_lines(["*::test_rollouts[[]stitch.a[]]"])
     assert not (fake_runs.path / "runs").exists()
-
-
-RECORDED = """
-from rollproof import Contract, FinishReason, Request, Rollout
-
-def test_mine(rollproof_record):
-    contract = Contract(
-        rows="none", resume="client", versions="none", logprobs="none", abort_surfaces=False, kv_policy="recompute"
-    )
-    with rollproof_record(contract) as trace:
-        trace.submit(Request(request_id="r0", prompt_ids=(1,), max_tokens=2))
-        trace.result(Rollout(request_id="r0", prompt_ids=({first},), response_ids=(5, 6), finish_reason=FinishReason.LENGTH))
-"""
-
-
-def test_recordings_appear_in_the_summary_and_the_report(pytester: pytest.Pytester) -> None:
-    """The fixture names a recording after its test, and hands its verdicts to the closing summary and the JSON report."""
-    pytester.makepyfile(test_it=RECORDED.format(first=1))
-    result = pytester.runpytest_inprocess("--rollproof-report=out.json")
-    data = json.loads((pytester.path / "out.json").read_text(encoding="utf-8"))
-
-    result.assert_outcomes(passed=1)
-    assert "test_it.py::test_mine  [profile recorded, seed 0, 1 case]" in summary(result)
-    assert ("test_it.py::test_mine", 0) == (data["subject"], data["summary"]["fail"])
-    assert data["summary"]["pass"] > 0
-
-
-def test_a_faulty_recording_fails_its_test(pytester: pytest.Pytester) -> None:
-    """A finding fails the test that was recorded, with the finding's text, and is counted in the summary."""
-    pytester.makepyfile(test_it=RECORDED.format(first=9))
-    result = pytester.runpytest_inprocess()
-
-    result.assert_outcomes(failed=1)
-    assert "FAIL  stitch.prompt" in str(result.stdout).partition("= rollproof =")[0]
-    assert "FAIL  stitch.prompt: 1 finding" in summary(result)
 
 
 def test_a_conversion_into_batches_is_a_suite(pytester: pytest.Pytester) -> None:
