@@ -24,6 +24,7 @@ __all__ = [
     "AsSampledMoe",
     "AsSampledSpans",
     "AsSampledTokens",
+    "AsSampledTurns",
     "AsSampledUntagged",
     "EngineKeep",
     "LatestPrefill",
@@ -126,6 +127,12 @@ class AsSampledUntagged(AsSampled):
     options: ClassVar[Options] = Options(versions=Versions.NONE)
 
 
+class AsSampledTurns(AsSampled):
+    """Multi-turn rollouts: the environment's tokens stand in the response, masked out."""
+
+    options: ClassVar[Options] = Options(multi_turn=True)
+
+
 class LatestPrefillRows(LatestPrefill):
     """One row a token, the last one zeros: legal, and flagged."""
 
@@ -146,6 +153,7 @@ REFERENCES: Mapping[str, Callable[[], RolloutSubject]] = MappingProxyType(
         "as-sampled-calls": AsSampledCalls,
         "as-sampled-moe": AsSampledMoe,
         "as-sampled-untagged": AsSampledUntagged,
+        "as-sampled-turns": AsSampledTurns,
         "latest-prefill": LatestPrefill,
         "latest-prefill-rows": LatestPrefillRows,
         "engine-keep": EngineKeep,

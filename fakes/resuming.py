@@ -35,7 +35,8 @@ class Options:
 
     ``versions`` is the finest tag that it gives where the engine's own tags allow it; ``layer_axis`` ``None`` is that
     of the engine. ``patience`` bounds consecutive attempts that bring no token, ``back_off`` is the pause between
-    attempts in virtual seconds.
+    attempts in virtual seconds. ``multi_turn`` declares the turns of the environment, and a loss mask with them, also where a
+    case has none; every manager drives those that a request has.
     """
 
     versions: Versions = Versions.MIN_MAX
@@ -45,6 +46,7 @@ class Options:
     partial_off: PartialOff = PartialOff.DROPPED
     patience: int = 1000
     back_off: float = 1.0
+    multi_turn: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +134,7 @@ class AsSampled:
     def declared(self, fleet: Fleet) -> Contract:
         """The contract on this fleet."""
         engine, chosen, model = fleet.engine_contract, self.chosen, fleet.case.model
-        multi_turn = any(request.turns for request in fleet.case.requests)
+        multi_turn = chosen.multi_turn or any(request.turns for request in fleet.case.requests)
         all_rows = chosen.rows is Rows.ALL
         return Contract(
             rows=chosen.rows,
@@ -150,6 +152,7 @@ class AsSampled:
             logprobs=engine.logprobs,
             missing_logprobs=MissingLogprobs.MASKED if multi_turn else MissingLogprobs.NEVER,
             loss_mask=multi_turn,
+            multi_turn=multi_turn,
             abort_surfaces=self.aborts_surface(fleet),
             partial_off=chosen.partial_off,
             kv_policy=fleet.kv_policy,

@@ -5,7 +5,8 @@ compared (``exercised``) and what was wrong (``finding``). There are two shapes:
 ended request, with a ``RequestView``; a *trace check* is a class that is fed every event in order.
 
 Three verdicts. A check whose trigger never fired, whose data is absent, or which itself crashed is ``unknown`` with a
-reason and never counts as passed; what a contract rules out is ``not applicable``, listed apart.
+reason and never counts as passed. What a contract rules out is ``not applicable``, listed apart: the subject's before
+any event (``Applies``), or, where a check was never exercised, what it says of a trace (``Collector.inapplicable``).
 """
 
 from __future__ import annotations
@@ -155,9 +156,12 @@ def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Collector:
-    """Takes what one check says. Keeps the first ``keep`` findings in full and counts the others."""
+    """Takes what one check says. Keeps the first ``keep`` findings in full and counts the others.
 
-    __slots__ = ("_keep", "check", "counters", "crash", "findings", "found", "reasons")
+    ``excused`` counts the traces that the check called inapplicable, by reason, ``judged`` the other ones.
+    """
+
+    __slots__ = ("_excuse", "_keep", "check", "counters", "crash", "excused", "findings", "found", "judged", "reasons")
 
     def __init__(self, check: Check, keep: int = 8) -> None:
         self.check = check
@@ -167,6 +171,9 @@ class Collector:
         self.found = 0
         self.reasons: dict[str, int] = {}
         self.crash: str | None = None
+        self.excused: dict[str, int] = {}
+        self.judged = 0
+        self._excuse: str | None = None
         self._keep = keep
 
     def exercised(self, counter: str, times: int = 1) -> None:
@@ -188,6 +195,22 @@ class Collector:
         """Say that data the check needs is not in the trace; becomes the reason of an ``unknown`` verdict."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
+    def inapplicable(self, reason: str) -> None:
+        """Say that what the trace's subject or engines declare leaves its situation no way to arise in this trace.
+
+        Softer than ``Applies``: exercise, a finding or a crash in any trace counts all the same. The verdict is ``not
+        applicable``, with this reason, only where there is none of them and every trace was called so.
+        """
+        self._excuse = reason
+
+    def close(self) -> None:
+        """The trace has ended: take down whether it was called inapplicable."""
+        if self._excuse is None:
+            self.judged += 1
+            return
+        self.excused[self._excuse] = self.excused.get(self._excuse, 0) + 1
+        self._excuse = None
+
     def crashed(self, reason: str) -> None:
         """The check itself raised: its verdict cannot be ``pass``."""
         self.crash = self.crash or reason
@@ -200,6 +223,9 @@ class Collector:
         self.found += other.found
         for reason, times in other.reasons.items():
             self.reasons[reason] = self.reasons.get(reason, 0) + times
+        for reason, times in other.excused.items():
+            self.excused[reason] = self.excused.get(reason, 0) + times
+        self.judged += other.judged
         self.crash = self.crash or other.crash
 
     def result(self) -> CheckResult:
@@ -208,11 +234,13 @@ class Collector:
             verdict, reason = Verdict.FAIL, f"{self.found} finding{'s' if self.found > 1 else ''}"
         elif self.crash:
             verdict, reason = Verdict.UNKNOWN, f"the check itself crashed: {self.crash}"
-        elif sum(self.counters.values()) == 0:
+        elif sum(self.counters.values()):
+            verdict, reason = Verdict.PASS, ""
+        elif self.excused and not self.judged:
+            verdict, reason = Verdict.NOT_APPLICABLE, max(self.excused, key=self.excused.__getitem__)
+        else:
             silent = f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
             verdict, reason = Verdict.UNKNOWN, max(self.reasons, key=self.reasons.__getitem__, default=silent)
-        else:
-            verdict, reason = Verdict.PASS, ""
         return CheckResult(
             check=self.check, verdict=verdict, reason=reason, exercised=dict(self.counters), findings=tuple(self.findings), found=self.found
         )

@@ -146,7 +146,9 @@ class Contract:
     once, when a required field is missing, a value is not one of the valid ones, or two fields contradict each other.
 
     ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as ``"uint8"``, or several
-    joined by ``|`` where the engine chooses by expert count. ``max_staleness`` bounds the versions between the newest
+    joined by ``|`` where the engine chooses by expert count. ``multi_turn`` says that the subject drives
+    ``Request.turns``: it appends the environment's tokens after each natural end of the model's turn. ``max_staleness``
+    bounds the versions between the newest
     published weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines
     whose one label a reply need not name weights that sampled a token of it (``None``: it must).
     """
@@ -160,6 +162,7 @@ class Contract:
     missing_logprobs: MissingLogprobs = MissingLogprobs.NEVER
     loss_mask: bool = False
     finish_reason: bool = True
+    multi_turn: bool = False
     partial_off: PartialOff | None = None
     max_staleness: int | None = None
     tag_read: TagRead | None = None
@@ -250,7 +253,7 @@ class Contract:
     def _missing(self) -> list[str]:
         problems = [
             f"{name} must be a bool, not {getattr(self, name)!r}."
-            for name in ("abort_surfaces", "loss_mask", "finish_reason")
+            for name in ("abort_surfaces", "loss_mask", "finish_reason", "multi_turn")
             if not isinstance(getattr(self, name), bool)
         ]
         problems += [

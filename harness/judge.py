@@ -144,6 +144,8 @@ class Judge:
                     fold.finish(collector)
                 except Exception as error:  # noqa: BLE001 - as above
                     collector.crashed(f"{type(error).__name__}: {error}")
+        for _, collector in (*self._requests, *self._folds):
+            collector.close()
         self._tally.traces += 1
 
     def _assemble(self, event: Event) -> None:

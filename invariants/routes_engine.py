@@ -104,6 +104,7 @@ def _compare(view: RequestView, out: Collector, oracle: Oracle, attempt: Attempt
 def _immutable(view: RequestView, out: Collector) -> None:
     declared = _declared(view)
     if declared.provenance is not Provenance.AS_SAMPLED:
+        out.inapplicable(f"the {'engines declare' if declared is view.engine else 'contract declares'} provenance='latest-prefill'")
         out.absent("the engine declares that a recompute replaces its rows (provenance='latest-prefill')")
         return
     for attempt, reply, routes in _replies(view):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from rollproof.checks import Check, Collector, request_check
+from rollproof.contract import ResumeBy
 from rollproof.invariants import stitch_budget, stitch_calls, stitch_logprobs, stitch_masks
 from rollproof.invariants.delivery import delivery, missing_reason
 from rollproof.invariants.token_faults import contains, describe_token_fault
@@ -74,6 +75,8 @@ def tokens_kept(view: RequestView, out: Collector) -> None:
 )
 def matches_unbroken(view: RequestView, out: Collector) -> None:
     """Compare the response with what the policy samples when nobody interrupts it."""
+    if view.contract.resume is not ResumeBy.CLIENT:
+        out.inapplicable(stitch_calls.not_resumed(view.contract))
     found = delivery(view)
     if not hasattr(view.oracle, "choices"):
         return out.absent("no policy whose next token is known")
@@ -172,6 +175,8 @@ def handed_over(view: RequestView, out: Collector) -> None:
 )
 def environment_tokens(view: RequestView, out: Collector) -> None:
     """Compare the turns that the request declares with what its calls sent; templates around them, and a cut at their end, are allowed."""
+    if not view.contract.multi_turn:
+        out.inapplicable(stitch_masks.NO_TURNS)
     found = delivery(view)
     if found is None or not found.known:
         return out.absent(found.why if found else missing_reason(view))

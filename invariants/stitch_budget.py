@@ -10,8 +10,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, request_check
-from rollproof.contract import Contract
+from rollproof.contract import Contract, ResumeBy
 from rollproof.invariants.delivery import Delivery, delivery, missing_reason
+from rollproof.invariants.stitch_calls import not_resumed
 from rollproof.invariants.wording import call_name, count, share
 from rollproof.records import FinishReason
 
@@ -269,6 +270,8 @@ def finish_length(view: RequestView, out: Collector) -> None:
 )
 def zero_token_segments(view: RequestView, out: Collector) -> None:
     """Compare the call after an empty reply with the one that it answered. More than before is ``budget-granted``'s to judge."""
+    if view.contract.resume is not ResumeBy.CLIENT:
+        out.inapplicable(not_resumed(view.contract))
     attempts = view.attempts
     for before, after in pairwise(attempts):
         reply = before.consumed

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, request_check
-from rollproof.contract import Provenance, ResumeBy
+from rollproof.contract import Contract, Provenance, ResumeBy
 from rollproof.invariants.wording import call_name, count, listing, share, window
 from rollproof.records import FinishReason, Scalar
 from rollproof.stitching import Step, stitch
@@ -14,7 +14,7 @@ from rollproof.stitching import Step, stitch
 if TYPE_CHECKING:
     from rollproof.view import Attempt, RequestView
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "not_resumed"]
 
 _FREE_PARAMETERS = frozenset(
     {
@@ -28,6 +28,11 @@ _COMMON_PARAMETERS = frozenset(
     {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"}
 )
 """Parameters that mean the same to every stack and engine, so that a call's can be compared with the request's."""
+
+
+def not_resumed(contract: Contract) -> str:
+    """Why a check of calls that a client resumes is not exercised under a contract that lets no client resume."""
+    return f"no client continues an aborted call (resume={str(contract.resume)!r})"
 
 
 @request_check(

@@ -291,12 +291,14 @@ def logprobs_paired(view: RequestView, out: Collector) -> None:
 )
 def logprobs_missing(view: RequestView, out: Collector) -> None:
     """Look at the tokens for which the engine returned no logprob."""
+    rule, engine = view.contract.missing_logprobs, view.engine
+    if rule is not MissingLogprobs.NEVER and engine is not None and engine.missing_logprobs is MissingLogprobs.NEVER:
+        out.inapplicable("the engines declare that every token comes with a logprob (missing_logprobs='never')")
     if any(not attempt.call.want_logprobs for attempt in view.attempts) or not view.request.want_logprobs:
         return out.absent("not every call asked for logprobs")
     found = delivery(view)
     if found is None or not found.known:
         return out.absent(found.why if found else missing_reason(view))
-    rule = view.contract.missing_logprobs
     scan = _scan(view, found)
     if scan is None:
         if found.rollout.logprobs is not None or not found.aligned:

@@ -12,7 +12,9 @@ from rollproof.invariants.wording import count, ranges, share, window
 if TYPE_CHECKING:
     from rollproof.view import RequestView
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "NO_TURNS"]
+
+NO_TURNS = "the contract declares no turns of the environment (multi_turn)"
 
 
 def _declared(contract: Contract) -> str | None:
@@ -72,6 +74,8 @@ def mask_shape(view: RequestView, out: Collector) -> None:
 )
 def mask_environment(view: RequestView, out: Collector) -> None:
     """Look at the mask of every token that no policy sampled."""
+    if not view.contract.multi_turn:
+        out.inapplicable(NO_TURNS)
     found = delivery(view)
     if found is None or not found.known:
         return out.absent(found.why if found else missing_reason(view))

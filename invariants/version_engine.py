@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["CHECKS"]
 
 
+_MUTE = "the engines show no version (their contract declares versions='none')"
+
+
+def _mute(view: RequestView) -> bool:
+    """Whether the engines declare that they show no version."""
+    return view.engine is not None and view.engine.versions is Versions.NONE
+
+
 def _tagged(contract: Contract) -> str | None:
     return "the contract declares versions='none'" if contract.versions is Versions.NONE else None
 
@@ -35,6 +43,8 @@ def engine_tags(view: RequestView, out: Collector) -> None:
 
     An engine that declares when it reads its one label (``tag_read``) is not held to more for a call that an update overtook.
     """
+    if _mute(view):
+        return out.inapplicable(_MUTE)
     parts = reply_samplers(view)
     by_call: dict[int, list[Sampler]] = {}
     for part in parts:
@@ -59,7 +69,7 @@ def engine_tags(view: RequestView, out: Collector) -> None:
             hint="The label was read when the reply was made, or when the call was admitted, and an update lies in between: "
             "keep the label with each token as it is sampled.",
         )
-    return
+    return None
 
 
 def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
@@ -87,11 +97,15 @@ def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
 def unlabelled_update(view: RequestView, out: Collector) -> None:
     """Look at what engine and sample say of tokens whose weights never had a label."""
     parts = samplers(view)
-    if parts is None:
+    if parts is None or view.rollout is None:
         return out.absent(_why(view))
-    bare = [part for part in parts if part.unlabelled and not (part.shown is None and engines_show_versions(view))]
+    # what a sample says where an engine that shows versions showed none is unknown-stays-unknown's to judge
+    silent = [part for part in parts if part.unlabelled and part.shown is None] if engines_show_versions(view) else []
+    if not _named(view, view.rollout, parts, silent):
+        out.exercised("tokens of unlabelled weights", sum(part.end - part.start for part in silent))
+    bare = [part for part in parts if part.unlabelled and part not in silent]
     out.exercised("tokens of unlabelled weights", sum(part.end - part.start for part in bare))
-    if not bare or view.rollout is None:
+    if not bare:
         return None
     shown = [part for part in bare if part.shown is not None]
     named = [(part, part.shown) for part in shown] or _named(view, view.rollout, parts, bare)
@@ -119,6 +133,8 @@ def unlabelled_update(view: RequestView, out: Collector) -> None:
 )
 def unknown_stays_unknown(view: RequestView, out: Collector) -> None:
     """Compare the tags of such tokens with the truth. Engines that show no versions at all leave it to the stack to know."""
+    if _mute(view):
+        return out.inapplicable(_MUTE)
     found, parts = delivery(view), samplers(view)
     if found is None or parts is None:
         return out.absent(_why(view))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, trace_check
-from rollproof.contract import Provenance
+from rollproof.contract import Provenance, ResumeBy
 from rollproof.invariants import serving, updates
 from rollproof.invariants.aborts import no_partial_flag, partial_is_off
 from rollproof.invariants.fold import Fold, keep
@@ -85,8 +85,10 @@ class _NoToken(Fold):
         super().__init__(context)
         self._frozen: dict[str, dict[int, int]] = {}
         self._mode: dict[str, PauseMode] = {}
+        self._freezes = False
 
     def on_pause(self, event: Pause, out: Collector) -> None:
+        self._freezes = self._freezes or event.mode in _FREEZING
         if event.server_id in self._frozen:
             self._compare(event.server_id, event.progress or {}, event.index, out)
             return
@@ -109,6 +111,11 @@ class _NoToken(Fold):
     def on_fault(self, event: Fault, out: Collector) -> None:
         if event.what == "death" and event.server_id is not None:
             self._frozen.pop(event.server_id, None)
+
+    def finish(self, out: Collector) -> None:
+        resume = self.context.contract.resume
+        if resume is not ResumeBy.ENGINE and not self._freezes:
+            out.inapplicable(f"no pause of this stack freezes calls, which only an engine could continue (resume={str(resume)!r})")
 
     def _compare(self, server: str, progress: Mapping[int, int], index: int, out: Collector) -> None:
         frozen = self._frozen.get(server)

@@ -66,14 +66,17 @@ class SeededDraws:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Largest sizes of a drawn case. ``turns``: the most answers of the environment that a request gets (0: single turn)."""
+    """Largest sizes of a drawn case.
+
+    ``turns``: the most answers of the environment that a request gets, where the contract is multi-turn (0: single turn).
+    """
 
     requests: int = 5
     prompt: int = 12
     response: int = 16
     actions: int = 8
     servers: int = 4
-    turns: int = 0
+    turns: int = 2
     layers: int = 6
 
     def __post_init__(self) -> None:
@@ -118,6 +121,8 @@ def draw_case(
 ) -> Case:
     """One case. Swarm: the kinds of action that this case may use are drawn first, then actions among them."""
     limits = limits or Limits()
+    if not contract.multi_turn:
+        limits = replace(limits, turns=0)
     servers = draws.integer(1, limits.servers)
     requests = _requests(draws, limits)
     enabled = _subset(draws, tuple(ActionKind if kinds is None else kinds))
@@ -136,7 +141,9 @@ def draw_case(
         pause_mode=mode,
         clear_cache=mode is not PauseMode.IN_PLACE and not draws.chance(20),
         partial=not (contract.partial_off is not None and draws.chance(15)),
-        model=_with_ends(draws, draw_model(draws, limits.layers) if model is None else model),
+        model=_with_ends(
+            draws, draw_model(draws, limits.layers) if model is None else model, 80 if any(request.turns for request in requests) else 30
+        ),
         engine=_engine(draws, requests),
     )
 
@@ -149,8 +156,9 @@ def draw_model(draws: Draws, layers: int = 6) -> Model:
     return Model(num_layers=depth, moe_layers=tuple(range(dense, depth)), num_experts=experts, top_k=draws.integer(1, min(16, experts)))
 
 
-def _with_ends(draws: Draws, model: Model) -> Model:
-    return replace(model, eos_every=draws.integer(2, 20)) if draws.chance(30) else model
+def _with_ends(draws: Draws, model: Model, percent: int) -> Model:
+    """The model, in ``percent`` of the cases with natural ends: without one, no turn of the environment comes."""
+    return replace(model, eos_every=draws.integer(2, 20)) if draws.chance(percent) else model
 
 
 def _subset(draws: Draws, options: Sequence[_T]) -> list[_T]:

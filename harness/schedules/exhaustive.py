@@ -29,6 +29,10 @@ PAUSE_MODES: Mapping[ResumeBy, tuple[PauseMode, ...]] = {
 """The pauses under which a subject can keep its promises, by who resumes."""
 
 _PROMPT = (11, 12, 13, 14)
+_LATER = 10
+"""The first token of a second prompt, which is no continuation of the first one's."""
+_ANSWERS = ((201, 202), (203,))
+_UPDATES = (ActionKind.SYNC, ActionKind.SYNC_UNLABELLED, ActionKind.SYNC_IDENTITY, ActionKind.RELABEL)
 _REQUEST = "r0"
 _SERVERS = ("s0", "s1")
 
@@ -149,7 +153,8 @@ def small_scope(
 
     Around it, with up to ``scope.side_actions`` actions and one budget, side families: prefix cache, chunked prefill,
     an end of sequence before the budget, the budget given as a limit, several servers, actions on queued calls, every
-    other kind of action at every token, and partial rollout off. ``scope_size`` tells how many cases each holds.
+    other kind of action at every token, partial rollout off, a later request that an update finds waiting and, where the
+    contract is multi-turn, turns of the environment. ``scope_size`` tells how many cases each holds.
     """
     for _, cases in scope_families(flavour, contract, scope=scope, model=model, seed=seed, modes=modes):
         yield from cases
@@ -303,6 +308,38 @@ def _partial_off(plan: _Plan) -> Iterator[Case]:
         yield plan.case(prompt, budget, actions, plan.modes[0], partial=False)
 
 
+def _later_request(plan: _Plan) -> Iterator[Case]:
+    """A second request waits while the weights change, so that even a stack which resumes nothing is served by the new ones.
+
+    It queues behind the first where the pause drains; where the pause aborts what queues, it arrives during the update.
+    """
+    prompt, budget = plan.side
+    first = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=budget)
+    requests = (first, Request(request_id="r1", prompt_ids=(_LATER, *_PROMPT), max_tokens=budget))
+    one = EngineOptions(max_batch=1)
+    for mode in plan.modes[:2]:
+        for kind, tokens in product(_UPDATES, range(budget)):
+            arrival = tokens + 0.5 if mode is PauseMode.ABORT else 0.0
+            changes = {"requests": requests, "arrivals": (0.0, arrival), "engine": one}
+            yield plan.case(prompt, budget, (_act(kind, tokens),), mode, **changes)
+
+
+def _turns(plan: _Plan) -> Iterator[Case]:
+    """The policy ends its turns early, the environment answers twice, and one abort or sync hits any turn, running or queued."""
+    if not plan.contract.multi_turn:
+        return
+    prompt, budget = plan.side
+    room = budget + sum(map(len, _ANSWERS))
+    request = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=room, turns=_ANSWERS)
+    ending = replace(plan.model, eos_every=2)
+    kinds = (ActionKind.ABORT, ActionKind.SYNC)
+    hits = product(kinds, range(1, budget + 1), ((False, False), (True, False), (False, True)))
+    one = [(_act(kind, tokens, race=race, queued=queued),) for kind, tokens, (race, queued) in hits]
+    for seed in range(8):
+        for actions in [(), *one]:
+            yield plan.case(prompt, room, actions, plan.modes[0], requests=(request,), model=ending, seed=plan.seed + seed)
+
+
 _FAMILIES: Mapping[str, Family] = {
     "aborts and syncs": _core,
     "other pause modes": _other_modes,
@@ -314,4 +351,6 @@ _FAMILIES: Mapping[str, Family] = {
     "queued calls": _queued,
     "every kind of action": _kinds,
     "partial rollout off": _partial_off,
+    "a later request": _later_request,
+    "turns of the environment": _turns,
 }

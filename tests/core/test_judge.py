@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +83,54 @@ def test_a_contract_rules_checks_out() -> None:
     result = judge(_trace(), Registry([_check(never, applies=lambda declared: "no rows")])).results[0]
 
     assert (Verdict.NOT_APPLICABLE, "no rows") == (result.verdict, result.reason)
+
+
+def _soft(*, of: str = "", then: Callable[[Collector], None] = lambda out: None) -> Check:
+    """A check that calls the request ``of`` (empty: every one) inapplicable, and does ``then`` in the others."""
+
+    def one(view: RequestView, out: Collector) -> None:
+        if of in ("", view.request.request_id):
+            out.inapplicable("the engine shows no tag")
+        else:
+            then(out)
+
+    return _check(one)
+
+
+def test_a_check_that_calls_every_trace_inapplicable_is_not_applicable() -> None:
+    """Where it was never exercised, what it says of the traces is the verdict; data that was absent besides changes nothing."""
+    soft = _soft(of="r0", then=lambda out: out.absent("no sample"))
+    result = judge(_trace(2), Registry([soft])).results[0]
+
+    assert (Verdict.NOT_APPLICABLE, "the engine shows no tag") == (result.verdict, result.reason)
+
+
+def test_a_trace_that_is_not_called_inapplicable_leaves_the_check_unknown() -> None:
+    """Its situation could have arisen there, and did not."""
+    registry = Registry([_check(lambda view, out: out.inapplicable("by engine") if view.contract.versions == "none" else None)])
+    tallies = [Tally(registry) for _ in range(2)]
+    for tally, kind in zip(tallies, ("none", "token"), strict=True):
+        trace = _trace()
+        judge_events(replace(trace.header, contract=replace(trace.header.contract, versions=kind)), trace.events, tally)
+    assert Verdict.NOT_APPLICABLE == tallies[0].judgement().results[0].verdict
+    tallies[0].add(tallies[1])
+
+    result = tallies[0].judgement().results[0]
+    assert (Verdict.UNKNOWN, "not exercised: no things occurred") == (result.verdict, result.reason)
+
+
+@pytest.mark.parametrize(
+    ("then", "verdict"),
+    [
+        (lambda out: out.exercised("things"), Verdict.PASS),
+        (lambda out: out.finding("t", expected="e", observed="o"), Verdict.FAIL),
+        (lambda out: {}["boom"], Verdict.UNKNOWN),
+    ],
+    ids=["exercised", "finding", "crash"],
+)
+def test_exercise_findings_and_crashes_dominate_inapplicable(then: Callable[[Collector], None], verdict: Verdict) -> None:
+    """What was seen counts, whatever the check had called the trace."""
+    assert verdict == judge(_trace(2), Registry([_soft(of="r0", then=then)])).results[0].verdict
 
 
 def test_findings_are_counted_beyond_those_kept() -> None:

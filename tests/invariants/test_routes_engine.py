@@ -89,7 +89,7 @@ def test_a_recompute_must_not_overwrite_the_rows_of_sampled_tokens() -> None:
 
 
 def test_an_engine_that_declares_overwriting_is_not_held_to_it() -> None:
-    """SGLang stores rows by slot: under latest-prefill the check is not exercised."""
+    """SGLang stores rows by slot: under latest-prefill the check is not applicable."""
     story = Story(segments=(Segment(5, 1),), with_truth=False)
     trace = _with_reply(
         story.trace(story.good()), 0, true_tokens=(Span(start=0, end=5, version=1),), true_rows=(Span(start=0, end=9, version=2),)
@@ -97,7 +97,8 @@ def test_an_engine_that_declares_overwriting_is_not_held_to_it() -> None:
     engine = contract(provenance="latest-prefill", resume="engine")
     judged = judge(replace(trace, header=replace(trace.header, engine=engine)), REGISTRY)
     assert failing(judged) == set()
-    assert judged["routes.immutable"].verdict is Verdict.UNKNOWN
+    result = judged["routes.immutable"]
+    assert (result.verdict, result.reason) == (Verdict.NOT_APPLICABLE, "the engines declare provenance='latest-prefill'")
 
 
 def test_rows_out_of_a_stale_prefix_cache_are_found_where_an_update_should_have_flushed_it() -> None:

@@ -13,7 +13,7 @@ from rollproof.fakes.coded import CodedPolicy
 from rollproof.records import FinishReason
 from rollproof.trace import Reply
 from tests.support.rollouts import Part, blamed, sample_of, tell, with_sample
-from tests.support.telling import Teller, check, finds, passes, unknown
+from tests.support.telling import Teller, check, finds, inapplicable, passes, unknown
 
 RESUMED = (Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1), Part(tokens=(31, 32, 33), version=1, reason="length"))
 WHOLE = (11, 12, 13, 21, 22, 31, 32, 33)
@@ -246,7 +246,12 @@ class TestEnvironmentTokens:
 
     def test_undeclared_turns_are_not_judged(self) -> None:
         """Where nobody says what the environment said, nothing can be compared."""
-        unknown(self.ID, self._story((91,), turns=()), "not exercised")
+        unknown(self.ID, self._story((91,), turns=(), multi_turn=True), "not exercised")
+
+    def test_a_stack_without_turns_is_not_judged(self) -> None:
+        """It declares none, and is not asked for any; one that appends some all the same is held to them."""
+        inapplicable(self.ID, tell(Part(tokens=(11,), reason="stop")), "declares no turns of the environment (multi_turn)")
+        finds(self.ID, self._story((91, 99, 93)))
 
 
 class TestMatchesUnbroken:
@@ -297,6 +302,8 @@ class TestMatchesUnbroken:
     def test_without_a_policy_nothing_is_known(self) -> None:
         """Real engines have no oracle."""
         unknown(self.ID, tell(*RESUMED), "no policy whose next token is known")
+        unresumed = tell(Part(tokens=(11,), reason="stop"), resume="engine")
+        inapplicable(self.ID, unresumed, "no client continues an aborted call (resume='engine')")
 
 
 class TestObjects:

@@ -7,7 +7,7 @@ import pytest
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.records import FinishReason
 from tests.support.rollouts import Part, blamed, tell
-from tests.support.telling import Teller, check, finds, passes, unknown
+from tests.support.telling import Teller, check, finds, inapplicable, passes, unknown
 
 A, B = Part(tokens=(11, 12)), Part(tokens=(13, 14, 15), reason="length")
 
@@ -212,4 +212,6 @@ class TestZeroTokenSegments:
 
     def test_a_turn_that_ended_without_tokens_is_not_repeated(self) -> None:
         """Only an abort is taken up again."""
+        unresumed = tell(Part(reason="stop"), resume="none", partial_off="dropped")
+        inapplicable(self.ID, unresumed, "no client continues an aborted call (resume='none')")
         unknown(self.ID, tell(Part(reason="stop"), Part(said=(91,), tokens=(11,), reason="stop")), "not exercised")

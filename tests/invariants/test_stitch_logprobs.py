@@ -12,7 +12,7 @@ from rollproof.checks import Verdict
 from rollproof.fakes.coded import CodedPolicy
 from tests.support.building import contract
 from tests.support.rollouts import Part, blamed, tell
-from tests.support.telling import Teller, check, finds, passes, unknown
+from tests.support.telling import Teller, check, finds, inapplicable, passes, unknown
 
 PARTS = (Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1), Part(tokens=(31, 32, 33), version=1, reason="length"))
 TRUE = np.array([-0.25, -0.75, -1.25, -0.625, -1.125, -0.875, -1.375, -1.875])
@@ -276,4 +276,6 @@ class TestMissing:
     def test_a_run_without_gaps_does_not_put_a_mark_to_the_test(self) -> None:
         """Where nothing was missing, nothing is known of how it would be marked."""
         unknown(self.ID, tell(*PARTS, missing_logprobs="nan"), "not exercised")
+        engine = {"engine": contract(rows="none")}
+        inapplicable(self.ID, tell(*PARTS, missing_logprobs="nan", header=engine), "every token comes with a logprob")
         passes(self.ID, tell(*PARTS), sampled_tokens=8)

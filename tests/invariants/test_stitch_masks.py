@@ -9,7 +9,7 @@ import pytest
 
 from rollproof.checks import Verdict
 from tests.support.rollouts import Part, blamed, tell
-from tests.support.telling import Teller, check, finds, passes, unknown
+from tests.support.telling import Teller, check, finds, inapplicable, passes, unknown
 
 PARTS = (Part(tokens=(11, 12), reason="stop"), Part(said=(91, 92, 93), tokens=(13,)), Part(tokens=(14,), reason="stop"))
 RIGHT = (1, 1, 0, 0, 0, 1, 1)
@@ -80,5 +80,7 @@ class TestEnvironment:
         assert set() == blamed(masked((0,) * 7))
 
     def test_single_turns_have_no_environment(self) -> None:
-        """Nothing is put to the test."""
-        unknown(self.ID, tell(Part(tokens=(11,), reason="stop"), loss_mask=True), "not exercised")
+        """Nothing is put to the test, and where no turns are declared nothing can be."""
+        single = Part(tokens=(11,), reason="stop")
+        inapplicable(self.ID, tell(single, loss_mask=True), "declares no turns of the environment (multi_turn)")
+        unknown(self.ID, tell(single, loss_mask=True, multi_turn=True), "not exercised")

@@ -10,7 +10,7 @@ from rollproof.records import Span
 from rollproof.trace import Trace, Weights
 from tests.support.building import contract
 from tests.support.rollouts import Part, blamed, tell
-from tests.support.telling import Teller, check, finds, passes, unknown
+from tests.support.telling import Teller, check, finds, inapplicable, passes, unknown
 
 KINDS = ("sample", "min-max", "call", "span", "token")
 OLD = Part(tokens=(11, 12, 13))
@@ -83,6 +83,13 @@ class TestEngineTags:
         story.weights(1).reply(call, (11,), "abort", version=1, true_tokens=(Span(start=0, end=1, version=0),)).result()
         finds(self.ID, story)
 
+    @pytest.mark.parametrize("check_id", [ID, "versions.unknown-stays-unknown"])
+    def test_engines_that_declare_no_labels_are_exempt(self, check_id: str) -> None:
+        """By their own contract they show none; where one does all the same, nobody is held to it."""
+        mute = {"engine": contract(rows="none", versions="none")}
+        story = tell(Part(tokens=(11,), shown=None, reason="stop"), versions="token", header=mute)
+        inapplicable(check_id, story, "the engines show no version")
+
     def test_engines_without_labels_or_truth_are_not_judged(self) -> None:
         """Nothing was shown, or nothing is known."""
         unknown(self.ID, tell(Part(tokens=(11,), shown=None, reason="stop"), versions="none"), "not exercised")
@@ -120,9 +127,16 @@ class TestUnlabelledUpdate:
         assert {self.ID} == blamed(trace)
 
     def test_an_honest_engine_says_that_it_does_not_know(self) -> None:
-        """No label, no tag, no finding."""
-        nothing = {"token_versions": (0, 0, 0, None, None)}
-        assert set() == blamed(unlabelled("token", None, nothing, mixed=True))
+        """No label, no tag, no finding: that is the promise kept, and counts as exercise."""
+        trace = unlabelled("token", None, {"token_versions": (0, 0, 0, None, None)}, mixed=True)
+        assert set() == blamed(trace)
+        passes(self.ID, trace, tokens_of_unlabelled_weights=2)
+
+    def test_a_guess_of_the_stack_is_no_exercise(self) -> None:
+        """Where the engine honestly shows nothing, the stack's own label is unknown-stays-unknown's: this check does not pass for it."""
+        trace = unlabelled("token", None, {"token_versions": (0, 0, 0, 0, 0)}, mixed=True)
+        assert {TestUnknownStaysUnknown.ID} == blamed(trace)
+        unknown(self.ID, trace, "not exercised")
 
     def test_a_stack_that_keeps_its_own_books_is_found(self) -> None:
         """The engines show nothing at all, and the stack's counter was not raised."""

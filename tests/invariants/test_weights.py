@@ -11,7 +11,7 @@ from rollproof.checks import Verdict
 from rollproof.judge import judge
 from rollproof.records import Span
 from rollproof.trace import PauseMode, Weights
-from tests.support.telling import REGISTRY, Teller, finds, passes, unknown
+from tests.support.telling import REGISTRY, Teller, finds, inapplicable, passes, unknown
 
 FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
@@ -137,6 +137,12 @@ class TestNoTokenWhilePaused:
         teller.call((1, 2))
         teller.pause(PauseMode.KEEP).resume()
         unknown(self.ID, teller, "not exercised: no frozen calls occurred")
+
+    @pytest.mark.parametrize("resume", ["client", "none"])
+    def test_a_stack_that_freezes_nothing_is_exempt(self, resume: str) -> None:
+        """Its pauses abort or drain, and no engine resumes anything."""
+        teller = Teller(resume=resume, partial_off="dropped")
+        inapplicable(self.ID, teller.weights(0).submit().pause(PauseMode.ABORT).resume(), f"(resume='{resume}')")
 
 
 class TestServedAfterUpdate:

@@ -77,7 +77,7 @@ def test_choices_can_be_fixed() -> None:
             3,
             200,
             flavour="vllm",
-            contract=CLIENT,
+            contract=contract(multi_turn=True),
             kinds=(ActionKind.ABORT,),
             model=model,
             modes=(PauseMode.WAIT,),
@@ -90,6 +90,16 @@ def test_choices_can_be_fixed() -> None:
     assert {1, 2} == {len(case.requests) for case in drawn}
     assert {0, 1, 2} == {len(request.turns) for case in drawn for request in case.requests}
     assert {1, 2, 3} == {request.budget for case in drawn for request in case.requests}
+
+
+def test_turns_are_drawn_for_multi_turn_contracts_alone() -> None:
+    """A stack that does not drive turns is not asked to, whatever the limits; one that does mostly gets a model that ends its own."""
+    limits = Limits(turns=3)
+    assert not any(r.turns for case in random_cases(1, 100, flavour="vllm", contract=CLIENT, limits=limits) for r in case.requests)
+    drawn = list(random_cases(1, 100, flavour="vllm", contract=contract(multi_turn=True)))
+    talkative = [case for case in drawn if any(request.turns for request in case.requests)]
+    assert len(talkative) > 60
+    assert sum(case.model.eos_every is not None for case in talkative) > 0.6 * len(talkative)
 
 
 @settings(max_examples=60, deadline=None)

@@ -69,7 +69,7 @@ def test_no_case_twice_and_sizes_as_told(resume: ResumeBy, surfaces: bool, flavo
 def test_default_scope_fits_its_time_budget() -> None:
     """One flavour and one subject have at most about 6,000 cases (20 s at 3 ms each), whoever resumes."""
     sizes = {resume: scope_size("vllm", contract(str(resume), partial_off="dropped"))["total"] for resume in ResumeBy}
-    assert sizes == {ResumeBy.CLIENT: 5802, ResumeBy.ENGINE: 5802, ResumeBy.NONE: 1600}
+    assert sizes == {ResumeBy.CLIENT: 5834, ResumeBy.ENGINE: 5834, ResumeBy.NONE: 1632}
 
 
 def test_every_abort_multiset_is_there() -> None:
@@ -146,6 +146,28 @@ def test_side_families_vary_what_they_name() -> None:
     assert {False} == {c.partial for c in family("partial rollout off", "vllm", declared, scope=scope)}
     kinds = {(a.do, a.when.tokens) for c in family("every kind of action", "vllm", declared, scope=scope) for a in c.actions}
     assert {(kind, tokens) for kind in ActionKind for tokens in range(4) if kind not in ("abort", "sync")} == kinds
+
+
+def test_a_later_request_waits_for_an_update_of_every_kind() -> None:
+    """Two requests, one slot: the second queues behind a draining pause, and comes during the update where a pause aborts all."""
+    found = family("a later request", "vllm", contract("none"), scope=Scope(response=4, actions=2))
+    kinds = (ActionKind.SYNC, ActionKind.SYNC_UNLABELLED, ActionKind.SYNC_IDENTITY, ActionKind.RELABEL)
+    assert {(mode, kind) for mode in (PauseMode.WAIT, PauseMode.ABORT) for kind in kinds} == {
+        (c.pause_mode, c.actions[0].do) for c in found
+    }
+    assert {(1, 2)} == {(c.engine.max_batch, len(c.requests)) for c in found}
+    assert {0.0} == {c.arrivals[1] for c in found if c.pause_mode is PauseMode.WAIT}
+    assert {0.5, 1.5, 2.5, 3.5} == {c.arrivals[1] for c in found if c.pause_mode is PauseMode.ABORT}
+
+
+def test_turns_need_a_declaration() -> None:
+    """Only a multi-turn contract gets requests with turns, in which every turn can be hit, and a model that ends its own."""
+    assert [] == family("turns of the environment", "vllm", contract())
+    found = family("turns of the environment", "vllm", contract(multi_turn=True), scope=Scope(response=4, actions=2))
+    assert {2} == {c.model.eos_every for c in found} == {len(c.requests[0].turns) for c in found}
+    assert {(), ("abort",), ("sync",)} == {tuple(str(a.do) for a in c.actions) for c in found}
+    assert {1, 2, 3, 4} == {a.when.tokens for c in found for a in c.actions}
+    assert not any(r.turns for c in small_scope("vllm", contract(), scope=Scope(response=3, actions=1)) for r in c.requests)
 
 
 def test_partial_off_needs_a_declaration() -> None:

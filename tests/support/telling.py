@@ -79,6 +79,13 @@ def unknown(check_id: str, trace: Trace | TraceBuilder, reason: str) -> None:
     assert reason in result.reason
 
 
+def inapplicable(check_id: str, trace: Trace | TraceBuilder, reason: str) -> None:
+    """Assert that the check says that it cannot be exercised in the trace, and why."""
+    result = check(check_id, trace)
+    assert Verdict.NOT_APPLICABLE == result.verdict, result.findings
+    assert reason in result.reason
+
+
 def finds(check_id: str, trace: Trace | TraceBuilder, count: int = 1) -> Finding:
     """Assert that the check fails with ``count`` findings; returns the first."""
     result = check(check_id, trace)

@@ -105,6 +105,7 @@ def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
         abort_surfaces=False,
         finish_reason=False,
         loss_mask=True,
+        multi_turn=multi_turn,
         missing_logprobs=MissingLogprobs.MASKED,
         partial_off=PartialOff.DROPPED,
     )
