@@ -314,7 +314,8 @@ class FakeEngine:
         return handed(reply.output)
 
     def _deliver(self, reply: Reply, *, delivered: bool = True, duplicate: bool = False) -> None:
-        self._recorder.record(replace(reply, delivered=delivered, duplicate=duplicate))
+        fresh = reply.index < 0 and reply.delivered is delivered and reply.duplicate is duplicate
+        self._recorder.record(reply if fresh else replace(reply, index=-1, delivered=delivered, duplicate=duplicate))
 
     async def _abort(self, wanted: str, calls: Sequence[EngineCall]) -> tuple[int, ...]:
         hit = tuple(sorted(call.call_id for call in calls))

@@ -174,6 +174,8 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
 def _plain(value: Any) -> Any:
     """JSON-ready form of a field. ``dataclasses.asdict`` copies every leaf, which costs more than running a small case."""
     kind = type(value)
+    if kind in _LEAVES:
+        return value
     if kind is tuple:
         return [_plain(item) for item in value] if value and not isinstance(value[0], int | float) else list(value)
     if kind in _RECORDS:
@@ -181,6 +183,7 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+_LEAVES = frozenset({int, str, float, bool, type(None), ActionKind, PauseMode})
 _RECORDS = frozenset({Request, Action, Trigger, Model, EngineOptions})
 _PARTS: Mapping[str, type[Any]] = {"requests": Request, "actions": Action, "model": Model, "engine": EngineOptions}
 
