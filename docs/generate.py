@@ -51,9 +51,11 @@ def checks_page() -> Iterator[str]:
 
 def bugs_page() -> Iterator[str]:
     """docs/known-bugs.md."""
-    yield f"# Known bugs\n\n{len(KNOWN_BUGS)} published faults of the field, each planted on a reference manager. `rollproof known-bugs`"
+    yield f"# Known bugs\n\n{len(KNOWN_BUGS)} faults of the field, each planted on a reference manager. `rollproof known-bugs`"
     yield "runs them: each must be killed by the checks named here, and no check may be blamed that is named neither under `killed by`"
     yield "nor under `also seen by` (an honest consequence of the same fault).\n"
+    yield "`upstream` names where the fault was published. A reference after `cf.` is of the same area: what was published there is"
+    yield "another fault of the same code or promise, and the planted one is modelled on it.\n"
     for bug in KNOWN_BUGS:
         yield f"\n## {bug.id}\n\n{bug.summary}\n"
         yield f"- upstream: {', '.join(bug.refs)}"

@@ -20,7 +20,7 @@ class KnownBug:
     of a rollout subject (a batch conversion) gives ``record`` instead: it returns the trace. ``kills`` are the ids
     of the checks that must fail; ``also`` those that may fail as an honest consequence (the same wrong value seen from
     another promise). Any other failing check is blamed wrongly. ``refs`` are the upstream references, such as
-    ``"verl#6029"``.
+    ``"verl#6029"``; one that begins with ``cf.`` is of the same area, and not of this very fault.
     """
 
     id: str

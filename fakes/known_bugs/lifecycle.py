@@ -229,7 +229,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="slot-leaks-on-abort",
         summary="A slot is not given back after an abort, and the next request waits for it for ever.",
-        refs=("prime-rl#3050",),
+        refs=("cf. prime-rl#3050",),
         make=_LeaksSlot,
         cases=(case(_ABORT, requests=_LONG),),
         kills=("lifecycle.no-hang",),
@@ -237,7 +237,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="counter-leaks-on-abort",
         summary="The balancer goes on counting calls that were aborted.",
-        refs=("AReaL#1345", "AReaL#1388"),
+        refs=("cf. AReaL#1345", "cf. AReaL#1388"),
         make=_LeaksCount,
         cases=(ABORTED,),
         kills=("lifecycle.counters-return",),
@@ -245,7 +245,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="progress-lost-on-death",
         summary="When a server dies, what earlier calls had delivered is thrown away with it.",
-        refs=("SkyRL#656", "xtuner#1917"),
+        refs=("cf. SkyRL#656", "cf. xtuner#1917"),
         make=_ForgetsOnDeath,
         cases=(case(_ABORT, _KILL, servers=2),),
         kills=("lifecycle.survives-death",),

@@ -205,7 +205,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="asks-after-stop",
         summary="The resume loop ends on the budget alone, so it asks for more behind an end-of-sequence token.",
-        refs=("AReaL#858",),
+        refs=("cf. AReaL#858",),
         make=_AsksAfterStop,
         cases=(case(model=ENDING, seed=1, requests=(request(max_tokens=7),)),),
         kills=("stitch.no-call-after-end",),
@@ -229,7 +229,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="temperature-forgotten",
         summary="The resuming call is made with default sampling parameters.",
-        refs=("TRL#6947",),
+        refs=("cf. TRL#6947",),
         make=_ForgetsTemperature,
         cases=(_aborted(_WARM),),
         kills=("stitch.sampling-params",),
@@ -285,7 +285,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="length-before-stop",
         summary="The length is asked for before the engine's reason: an answer that ends on the last token counts as cut.",
-        refs=("verl#7207",),
+        refs=("cf. verl#7207",),
         make=_LengthBeforeStop,
         cases=(_EXACT_STOP,),
         kills=("stitch.finish-reason",),
@@ -317,7 +317,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="empty-abort-costs",
         summary="An abort before the first token takes a token off the budget.",
-        refs=("verl#5936",),
+        refs=("cf. verl#5936",),
         make=_EmptyAbortCosts,
         cases=(EMPTY,),
         kills=("stitch.zero-token-segments",),

@@ -190,7 +190,7 @@ BUGS: tuple[KnownBug, ...] = (
     KnownBug(
         id="logprobs-shared",
         summary="Samples share one list of logprobs, so the next request changes those of the one before.",
-        refs=("slime#1861",),
+        refs=("cf. slime#1861",),
         make=_SharesLogprobs,
         cases=(case(requests=(request(), request("r1", (31, 32, 33))), arrivals=(0.0, 20.0)),),
         kills=("stitch.handed-over",),
