@@ -26,8 +26,9 @@ __all__ = ["CONVENTIONS", "Lengths", "ServerConvention", "VerlServer", "finish_r
 class ServerConvention:
     """How one of verl's servers answers. ``name`` is its ``rollout.name``; ``least`` the smallest budget that it grants.
 
-    ``empty_abort_bare``: an abort before the first token carries nothing but its reason (and, from 0.9.0 on, its tag).
-    ``keeps_routes``: it keeps the routes of such an abort.
+    An abort before the first token carries an empty list of logprobs (``empty_logprobs``) or none, and its routes where
+    ``keeps_routes`` says so. ``engine_tensors``: routes come out of the engine as tensors. ``counts_cached``: answers can
+    say how much of the prompt was found in the prefix cache.
     """
 
     name: str
@@ -35,6 +36,8 @@ class ServerConvention:
     least: int
     empty_logprobs: bool
     keeps_routes: bool
+    engine_tensors: bool
+    counts_cached: bool
 
 
 CONVENTIONS: Mapping[str, ServerConvention] = {
@@ -44,6 +47,8 @@ CONVENTIONS: Mapping[str, ServerConvention] = {
         least=1,
         empty_logprobs=False,
         keeps_routes=False,
+        engine_tensors=False,
+        counts_cached=True,
     ),
     "sglang": ServerConvention(
         name="sglang",
@@ -51,6 +56,8 @@ CONVENTIONS: Mapping[str, ServerConvention] = {
         least=0,
         empty_logprobs=True,
         keeps_routes=True,
+        engine_tensors=True,
+        counts_cached=False,
     ),
 }
 """By engine flavour."""
@@ -95,7 +102,7 @@ def token_output_fields(
         logprobs = [] if convention.empty_logprobs and want_logprobs else None
         routes = _routes(output, convention, facts) if convention.keeps_routes else None
         return {"token_ids": [], "log_probs": logprobs, "routed_experts": routes, "stop_reason": reason, "extra_fields": extra}
-    if facts.reports_cached_tokens and convention.name == "vllm":
+    if facts.reports_cached_tokens and convention.counts_cached:
         extra["num_cached_tokens"] = output.cached_tokens
     logprobs = None if output.logprobs is None or not want_logprobs else [float(value) for value in output.logprobs]
     return {
@@ -108,7 +115,7 @@ def token_output_fields(
 
 
 def _routes(output: EngineOutput, convention: ServerConvention, facts: VerlVersion) -> Any:
-    if output.routes is None or convention.name != "sglang" or facts.sglang_routes is RouteArray.NUMPY:
+    if output.routes is None or not convention.engine_tensors or facts.sglang_routes is RouteArray.NUMPY:
         return output.routes
     import torch
 

@@ -51,7 +51,7 @@ class VerlVersion:
     sglang_routes: RouteArray = RouteArray.NUMPY
     dict_routes: str = "int16"
     padded_routes: str = "int16"
-    unpads_on_cpu: bool = True
+    unpads_on_cpu: bool = False
 
 
 _LLM_SERVER = "verl.workers.rollout.llm_server:FullyAsyncLLMServerClient"
@@ -65,10 +65,11 @@ VERSIONS: Mapping[str, VerlVersion] = {
         sglang_routes=RouteArray.TENSOR,
         dict_routes="int64",
         padded_routes="uint8|uint16|int16|int32|int64",
-        unpads_on_cpu=False,
     ),
     "0.9.0": VerlVersion(client=_LLM_SERVER),
-    "0.9.1": VerlVersion(client=_LLM_SERVER, balancer="verl.workers.rollout.router:GlobalRequestLoadBalancer", reports_cached_tokens=True),
+    "0.9.1": VerlVersion(
+        client=_LLM_SERVER, balancer="verl.workers.rollout.router:GlobalRequestLoadBalancer", reports_cached_tokens=True, unpads_on_cpu=True
+    ),
 }
 RELEASE = Release(distribution="verl", versions=tuple(VERSIONS), requirements="verl.txt")
 

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollproof import stacks
+from rollproof.errors import StackError, UsageError
+from rollproof.stacks import STACKS, Release, Stack, load_stack, parse_spec, requirements_file
+from rollproof.stacks.verl.versions import RELEASE, VERSIONS, import_verl
+
+
+def test_a_spec_is_a_name_or_a_name_and_a_version() -> None:
+    """``NAME`` and ``NAME==VERSION`` are read, with blanks around them."""
+    assert ("verl", None) == parse_spec("verl")
+    assert ("verl", "0.9.1") == parse_spec(" verl == 0.9.1 ")
+
+
+@pytest.mark.parametrize("spec", ["", "==0.9.1", "verl==", "verl>=0.9", "verl==0.9,<1", "verl 0.9.1"])
+def test_any_other_spec_is_refused(spec: str) -> None:
+    """Operators other than ``==``, and halves that are missing, are refused with the form that is understood."""
+    with pytest.raises(UsageError, match=r"write NAME or NAME==VERSION, with NAME among \['verl'\]"):
+        parse_spec(spec)
+
+
+def test_an_unknown_stack_is_refused_with_the_ones_that_exist() -> None:
+    """A name that is no stack's is answered with the nearest one, all of them, and the way to judge code of one's own."""
+    with pytest.raises(UsageError, match=r"No stack is named 'verll'. Did you mean 'verl'\? Stacks: \['verl'\].*--subject module:factory"):
+        load_stack("verll")
+
+
+def test_a_missing_stack_names_the_commands_that_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not installed: the error has the pinned requirements and the version that was asked for."""
+    monkeypatch.setattr(stacks, "installed_version", lambda name: None)
+    with pytest.raises(StackError, match=r"verl is not installed here.*\n.*pip install -r .*verl\.txt && .*--no-deps verl==0\.8\.0$"):
+        load_stack("verl==0.8.0")
+
+
+def test_another_version_than_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version in the spec is a demand, not a wish."""
+    monkeypatch.setattr(stacks, "installed_version", lambda name: "0.9.0")
+    with pytest.raises(StackError, match=r"verl==0\.9\.1 was asked for, but 0\.9\.0 is installed.*\n.*verl==0\.9\.1$"):
+        load_stack("verl==0.9.1")
+
+
+def test_a_version_that_the_table_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every release has moved the classes so far: an unknown one is refused rather than guessed, and the known ones are listed."""
+    monkeypatch.setattr(stacks, "installed_version", lambda name: "0.10.0")
+    with pytest.raises(StackError, match=r"verl 0\.10\.0 is installed.*know only 0\.8\.0, 0\.9\.0, 0\.9\.1.*\n.*verl==0\.9\.1$"):
+        load_stack("verl")
+    with pytest.raises(StackError, match=r"verl 0\.10\.0 is not in the table of known releases"):
+        import_verl("0.10.0")
+
+
+def test_a_missing_dependency_names_the_package() -> None:
+    """Where an import inside of it fails, the error says which, and what to run (verl's own requirements lack orjson)."""
+    error = stacks.missing_dependency("verl", "0.9.1", ModuleNotFoundError("No module named 'orjson'", name="orjson"), RELEASE)
+    assert "verl 0.9.1 is installed, but the package 'orjson' that it needs is missing. Run:\n" in str(error)
+
+
+def test_every_stack_pins_its_dependencies() -> None:
+    """The shipped list exists, pins every line, and leaves the framework itself to the second command."""
+    lines = [line for line in Path(requirements_file(RELEASE.requirements)).read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+    assert [] == [line for line in lines if "==" not in line]
+    assert "orjson" in [line.partition("==")[0] for line in lines]
+    assert not [line for line in lines if line.startswith("verl")]
+    assert set(STACKS) == {Path(requirements_file(f"{name}.txt")).stem for name in STACKS}
+
+
+def test_the_table_of_versions_is_the_release() -> None:
+    """The versions that the commands offer are those that the table has; the newest known one is offered by default."""
+    assert tuple(VERSIONS) == RELEASE.versions
+    assert RELEASE.install().endswith("verl==0.9.1")
+    assert RELEASE.install("7.7").endswith("verl==0.9.1")
+
+
+def test_parts_are_chosen_by_name() -> None:
+    """All parts by default; a name that is no part's is refused with the valid ones."""
+    stack = Stack(name="x", version="1", parts={"a": object, "b": object})
+    assert ["a", "b"] == list(stack.subjects())
+    assert ["b"] == list(stack.subjects(["b"]))
+    assert {"stack": "x", "version": "1", "part": "a"} == stack.recipe("a")
+    assert "x 1" == stack.title
+    with pytest.raises(UsageError, match=r"x has no parts \['c'\]; choose among \['a', 'b'\]"):
+        stack.subjects(["c"])
+
+
+def test_attributes_that_moved_are_an_import_error() -> None:
+    """A class that is no longer where the table says counts as a failed import, which names the module."""
+    with pytest.raises(ImportError, match=r"rollproof\.records has no \['Nothing'\]"):
+        stacks.attributes("rollproof.records", "Request", "Nothing")
+    assert Release is stacks.attributes("rollproof.stacks", "Release")[0]

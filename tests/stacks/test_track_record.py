@@ -1,0 +1,51 @@
+"""docs/track-record.md says what the scripts beside it print."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollproof.stacks import installed_version
+
+DOCS = Path(__file__).parents[2] / "docs"
+RECORD = (DOCS / "track-record.md").read_text(encoding="utf-8")
+SCRIPTS = sorted(path for path in (DOCS / "track_record").glob("*_*.py") if not path.stem.endswith("stub"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_is_listed_says_what_it_shows_and_is_short(script: Path) -> None:
+    """Each reproduction has its line in the table, a first sentence, and at most 25 lines of code that know nothing of rollproof."""
+    text = script.read_text(encoding="utf-8")
+    assert f"(track_record/{script.name})" in RECORD
+    assert re.match(r'""".*[.!:]', text)
+    body = text.split('"""', 2)[2]
+    assert "rollproof" not in body
+    assert len([line for line in body.splitlines() if line.strip()]) <= 25
+
+
+def test_every_script_that_the_record_links_to_exists() -> None:
+    """No dead links."""
+    assert {path.name for path in SCRIPTS} == set(re.findall(r"\(track_record/(\w+\.py)\)", RECORD))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None,
+    reason="verl is not installed: pip install -r harness/stacks/requirements/verl.txt && pip install --no-deps verl==0.9.1",
+)
+def test_the_record_holds_what_the_scripts_print_on_the_installed_release() -> None:
+    """Line by line, in a process of its own: the scripts and rollproof's adapters put different stand-ins for Ray into verl."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, str(DOCS / "track_record" / "run.py")], capture_output=True, text=True, env=env, timeout=300, check=False
+    )
+    assert 0 == done.returncode, done.stderr[-2000:]
+    prefix = f"verl {installed_version('verl')}: "
+    printed = [line for line in done.stdout.splitlines() if line.startswith(prefix)]
+    recorded = [line for line in RECORD.splitlines() if line.startswith(prefix)]
+    assert sorted(recorded) == sorted(printed)

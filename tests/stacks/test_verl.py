@@ -1,0 +1,120 @@
+"""verl itself, where it is installed: its verdicts are those of ``verl_faults.toml``, and its subjects keep rollproof's rules.
+
+Importing verl takes 10 to 25 s, so it happens once, in a fixture.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollproof.batching import judge_batches
+from rollproof.campaign import run_conformance
+from rollproof.case import Action, ActionKind, Case, Trigger
+from rollproof.checks import Verdict, default_registry
+from rollproof.records import Request
+from rollproof.report import Report
+from rollproof.runner import run_case
+from rollproof.stacks import Stack, load_stack
+from rollproof.stacks.verl.versions import VERSIONS
+
+HERE = Path(__file__).parent
+FAULTS = tomllib.loads((HERE / "verl_faults.toml").read_text(encoding="utf-8"))["fault"]
+PARTS = ("client", "single-turn-agent-loop", "tool-agent-loop", "checkpoint-manager")
+BATCHES = ("sample-dicts", "padded-batch", "unpadded-batch")
+
+needs_verl = pytest.mark.skipif(
+    importlib.util.find_spec("verl") is None,
+    reason="verl is not installed: pip install -r harness/stacks/requirements/verl.txt && pip install --no-deps verl==0.9.1",
+)
+# a framework's own warnings, and those of what it imports, are not ours to fix
+quiet = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def verl() -> Iterator[Stack]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield load_stack("verl")
+
+
+def _listed(version: str, part: str, verdict: str) -> set[str]:
+    """The checks that the matrix names for a part of a release under ``fails`` or ``may_fail``."""
+    return {check for fault in FAULTS if version in fault["versions"] for check, parts in fault.get(verdict, {}).items() if part in parts}
+
+
+def _compare(report: Report, version: str, part: str) -> None:
+    failed = {result.id: result for result in report.results if result.verdict is Verdict.FAIL}
+    must, may = _listed(version, part, "fails"), _listed(version, part, "may_fail")
+    news = {check: failed[check].findings[0].title for check in sorted(failed) if check not in must | may}
+    assert {} == news
+    assert set() == must - set(failed)
+    assert not [result.id for result in report.results if "crashed" in result.reason]
+
+
+@needs_verl
+@quiet
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_fails_the_checks_that_the_matrix_names_and_no_others(verl: Stack, part: str) -> None:
+    """A release is judged as it was when its faults were shown by hand: a new finding is a new fault, or a false alarm."""
+    factory: Any = verl.parts[part]
+    known = dict.fromkeys(_listed(verl.version, part, "fails") | _listed(verl.version, part, "may_fail"), "known")
+    report = run_conformance(factory, name=part, cases=factory.cases("pr", 0), seed=0, expected=known)
+    _compare(report, verl.version, part)
+    assert report.canary is not None and (report.canary.red or report.canary.planted is None)
+
+
+@needs_verl
+@quiet
+@pytest.mark.parametrize("name", BATCHES)
+def test_each_batch_conversion_fails_the_checks_that_the_matrix_names_and_no_others(verl: Stack, name: str) -> None:
+    """As for the parts, on samples that need no engine."""
+    if name not in verl.batches:
+        pytest.skip(f"verl {verl.version} needs flash-attn for {name}")
+    _compare(judge_batches(verl.batches[name], name=name), verl.version, name)
+
+
+@needs_verl
+@quiet
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("flavour", ["vllm", "sglang"])
+def test_one_case_gives_one_trace(verl: Stack, part: str, flavour: str) -> None:
+    """The request ids that verl draws, and the server that it takes among equals, are not in the trace."""
+    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=5) for i in range(3))
+    actions = tuple(Action(when=Trigger(request=f"r{i}", tokens=1 + i), do=ActionKind.ABORT) for i in range(3))
+    case = Case(flavour=flavour, requests=requests, actions=actions, servers=3, seed=4)
+    first, second = (run_case(verl.parts[part], case) for _ in range(2))
+    assert [repr(event) for event in first] == [repr(event) for event in second]
+
+
+@needs_verl
+@quiet
+def test_a_quiet_run_of_the_newest_release_is_clean(verl: Stack) -> None:
+    """Without aborts, updates and faults there is nothing to find: what the matrix lists comes from schedules, not from the adapter."""
+    if verl.version != "0.9.1":
+        pytest.skip("older releases change what their caller hands in, whatever happens")
+    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=3 + i) for i in range(3))
+    for part in PARTS:
+        for flavour in ("vllm", "sglang"):
+            report = run_conformance(verl.parts[part], name=part, cases=[Case(flavour=flavour, requests=requests, servers=2)], canary=False)
+            assert () == report.failed
+
+
+def test_the_matrix_names_what_exists() -> None:
+    """Checks, parts, releases and scripts of the matrix exist, and no fault is without a check."""
+    scripts = HERE.parents[1] / "docs" / "track_record"
+    ids = set(default_registry().ids)
+    for fault in FAULTS:
+        checks: Mapping[str, list[str]] = {**fault.get("fails", {}), **fault.get("may_fail", {})}
+        assert checks, fault["name"]
+        assert set(checks) <= ids, fault["name"]
+        assert {part for parts in checks.values() for part in parts} <= {*PARTS, *BATCHES}, fault["name"]
+        assert set(fault["versions"]) <= set(VERSIONS), fault["name"]
+        assert fault["kind"] in ("fault", "choice"), fault["name"]
+        assert (scripts / fault["script"]).is_file(), fault["name"]
