@@ -99,9 +99,9 @@ def token_output_fields(
     if not output.token_ids:
         if not (facts.tags_empty_abort or convention.keeps_routes):
             extra = {}
-        logprobs = [] if convention.empty_logprobs and want_logprobs else None
+        nothing: list[float] | None = [] if convention.empty_logprobs and want_logprobs else None
         routes = _routes(output, convention, facts) if convention.keeps_routes else None
-        return {"token_ids": [], "log_probs": logprobs, "routed_experts": routes, "stop_reason": reason, "extra_fields": extra}
+        return {"token_ids": [], "log_probs": nothing, "routed_experts": routes, "stop_reason": reason, "extra_fields": extra}
     if facts.reports_cached_tokens and convention.counts_cached:
         extra["num_cached_tokens"] = output.cached_tokens
     logprobs = None if output.logprobs is None or not want_logprobs else [float(value) for value in output.logprobs]
@@ -224,8 +224,8 @@ class VerlServer:
         return now if shown is None or not output.token_ids else shown
 
 
-def servers_of(fleet: Fleet, verl: Verl, lengths: Lengths, *, make: Callable[..., VerlServer] = VerlServer) -> dict[str, VerlServer]:
+def servers_of(fleet: Fleet, verl: Verl, lengths: Callable[[], Lengths]) -> dict[str, VerlServer]:
     """A server of verl's over each engine of the fleet, by id. Routes are on for all calls where any request wants them."""
     convention = CONVENTIONS[fleet.flavour.name]
     wanted = any(request.want_routes for request in fleet.case.requests)
-    return {name: make(engine, verl, convention, lengths, want_routes=wanted) for name, engine in fleet.servers.items()}
+    return {name: VerlServer(engine, verl, convention, lengths, want_routes=wanted) for name, engine in fleet.servers.items()}

@@ -122,5 +122,5 @@ def import_verl(version: str) -> Verl:
             tool_response=tool_response,
             checkpoint=importlib.import_module("verl.checkpoint_engine.base"),
         )
-    except (ImportError, AttributeError) as error:
+    except ImportError as error:
         raise missing_dependency("verl", version, error, RELEASE) from error
