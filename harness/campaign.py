@@ -136,17 +136,17 @@ class Campaign:
     def run(self, case: Case) -> None:
         """Run and judge one case."""
         trace = self._trace(case)
-        one = Tally(self.registry)
+        before = self.tally.counts()
         scenarios = Scenarios()
         for event in trace.events:
             scenarios.event(event)
-        judge_events(trace.header, trace.events, one)
+        judge_events(trace.header, trace.events, self.tally)
         self.exercised.update(scenarios.counts)
-        for check_id in one.found():
+        failed = [check_id for check_id, found in self.tally.counts().items() if found > before.get(check_id, 0)]
+        for check_id in failed:
             self.failing.setdefault(check_id, case)
-        if not one.found():
+        if not failed:
             self._keep(trace)
-        self.tally.add(one)
 
     def conclude(self, progress: Callable[[Progress], None] | None = None) -> tuple[CheckResult, ...]:
         """The verdicts, with the findings of the shrunk counterexamples in place of the first ones met."""

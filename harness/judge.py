@@ -7,12 +7,12 @@ with the trace.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
-from rollproof.checks import Check, CheckResult, Collector, Registry, RequestJudge, TraceCheck, Verdict, default_registry
+from rollproof.checks import Check, CheckResult, Collector, Registry, RequestJudge, TraceCheck, TraceJudge, Verdict, default_registry
 from rollproof.contract import Contract
 from rollproof.oracle import Oracle
 from rollproof.trace import EVENT_KINDS, Admit, Call, Event, Fault, Header, Observation, Reply, Result, Submit, Trace, Weights
@@ -21,6 +21,11 @@ from rollproof.view import Attempt, History, RequestView
 __all__ = ["Judge", "JudgeContext", "Judgement", "Tally", "judge", "judge_events", "oracle_of"]
 
 _NEIGHBOURS = 16
+_PLANS = 256
+_KINDS = tuple(EVENT_KINDS.values())
+_Reader: TypeAlias = "Callable[[Any, Any, Collector], None]"
+_Plan: TypeAlias = "tuple[list[tuple[RequestJudge, Collector]], list[tuple[TraceJudge, Collector]], list[Collector]]"
+"""What judges a trace: request checks, trace checks, and the collectors of both."""
 
 
 @dataclass(slots=True)
@@ -59,6 +64,7 @@ class Tally:
         self.registry = registry
         self._taken: dict[str, Collector] = {}
         self._ruled_out: dict[str, str] = {}
+        self._plans: dict[tuple[Contract, str], _Plan] = {}
         self.traces = 0
 
     def collector(self, check: Check) -> Collector:
@@ -71,6 +77,20 @@ class Tally:
         """Note that a contract ruled the check out of one trace."""
         self._ruled_out[check.id] = reason
 
+    def plan(self, contract: Contract, about: str) -> _Plan:
+        """The checks of a trace of ``about`` under ``contract``, with their totals; notes the others as ruled out."""
+        found = self._plans.get((contract, about))
+        if found is None:
+            applicable, ruled_out = self.registry.split(contract, about)
+            for check, reason in ruled_out:
+                self.rule_out(check, reason)
+            requests = [(check.request, self.collector(check)) for check in applicable if check.request is not None]
+            traces = [(check.trace, self.collector(check)) for check in applicable if check.trace is not None]
+            found = (requests, traces, [self.collector(check) for check in applicable])
+            if len(self._plans) < _PLANS:
+                self._plans[contract, about] = found
+        return found
+
     def add(self, other: Tally) -> None:
         """Add what another tally over the same registry took."""
         for check in other.registry:
@@ -79,6 +99,10 @@ class Tally:
                 self.collector(check).merge(taken)
         self._ruled_out.update(other._ruled_out)
         self.traces += other.traces
+
+    def counts(self) -> dict[str, int]:
+        """How often each check has found something so far; only those that have."""
+        return {check_id: taken.found for check_id, taken in self._taken.items() if taken.found}
 
     def found(self) -> tuple[str, ...]:
         """Ids of the checks that have found something so far."""
@@ -105,81 +129,90 @@ class Judge:
         self._tally = tally
         self._calls: dict[int, tuple[RequestView, Attempt]] = {}
         self._ended: deque[RequestView] = deque(maxlen=_NEIGHBOURS)
-        self._requests: list[tuple[RequestJudge, Collector]] = []
+        self._requests: Sequence[tuple[RequestJudge, Collector]]
         self._folds: list[tuple[TraceCheck, Collector]] = []
-        self._readers: dict[type[Event], list[tuple[TraceCheck, Collector]]] = {kind: [] for kind in EVENT_KINDS.values()}
-        applicable, ruled_out = tally.registry.split(header.contract, header.about)
-        for check, reason in ruled_out:
-            tally.rule_out(check, reason)
-        for check in applicable:
-            collector = tally.collector(check)
-            if check.request is not None:
-                self._requests.append((check.request, collector))
-            elif check.trace is not None:
-                self._add_fold(check.trace(self.context), collector)
+        self._readers: dict[type[Event], list[tuple[_Reader, TraceCheck, Collector]]] = {kind: [] for kind in _KINDS}
+        self._requests, traces, self._collectors = tally.plan(header.contract, header.about)
+        for make, collector in traces:
+            self._add_fold(make(self.context), collector)
 
     def _add_fold(self, fold: TraceCheck, collector: Collector) -> None:
-        """Twenty folds see a million events: each is only handed the kinds that it says it reads."""
+        """Twenty folds see a million events: each is only handed the kinds that it says it reads, by the shortest way."""
         self._folds.append((fold, collector))
-        for kind in fold.kinds if fold.kinds is not None else self._readers:
-            self._readers[kind].append((fold, collector))
+        readers, direct, kinds = self._readers, getattr(fold, "direct", None) or {}, fold.kinds
+        for kind in readers if kinds is None else kinds:
+            readers[kind].append((direct.get(kind, _read), fold, collector))
 
     def feed(self, event: Event) -> None:
         """Take one event."""
-        for fold, collector in self._readers[type(event)]:
-            if collector.crash is None:
-                try:
-                    fold.event(event, collector)
-                except Exception as error:  # noqa: BLE001 - a crashing check is unknown, never a pass and never the end of the run
-                    collector.crashed(f"{type(error).__name__}: {error}")
-        self._assemble(event)
+        kind = type(event)
+        for read, fold, collector in self._readers[kind]:
+            try:
+                read(fold, event, collector)
+            except Exception as error:  # noqa: BLE001 - a crashing check is unknown, never a pass and never the end of the run
+                collector.crashed(f"{type(error).__name__}: {error}")
+                self._drop(fold)
+        assemble = _ASSEMBLY.get(kind)
+        if assemble is not None:
+            assemble(self, event)
+
+    def _drop(self, crashed: TraceCheck) -> None:
+        """A fold that crashed sees nothing more of this trace."""
+        self._folds = [(fold, collector) for fold, collector in self._folds if fold is not crashed]
+        for kind, readers in self._readers.items():
+            self._readers[kind] = [entry for entry in readers if entry[1] is not crashed]
 
     def finish(self) -> None:
         """The trace has ended: judge the requests that ended, and let the trace checks conclude."""
         for view in list(self.context.open.values()):
             self._close(view)
         for fold, collector in self._folds:
-            if collector.crash is None:
-                try:
-                    fold.finish(collector)
-                except Exception as error:  # noqa: BLE001 - as above
-                    collector.crashed(f"{type(error).__name__}: {error}")
-        for _, collector in (*self._requests, *self._folds):
+            try:
+                fold.finish(collector)
+            except Exception as error:  # noqa: BLE001 - as above
+                collector.crashed(f"{type(error).__name__}: {error}")
+        for collector in self._collectors:
             collector.close()
         self._tally.traces += 1
 
-    def _assemble(self, event: Event) -> None:
+    def _reply(self, event: Reply) -> None:
+        if event.call_id in self._calls:
+            self._calls[event.call_id][1].replies.append(event)
+
+    def _call(self, event: Call) -> None:
+        view = self.context.open.get(event.request_id)
+        if view is not None:
+            attempt = Attempt(number=len(view.attempts), call=event)
+            view.attempts.append(attempt)
+            self._calls[event.call_id] = (view, attempt)
+
+    def _admit(self, event: Admit) -> None:
+        if event.call_id in self._calls:
+            attempt = self._calls[event.call_id][1]
+            attempt.admit = attempt.admit or event  # a preempted call is admitted again; its first admission counts
+
+    def _submit(self, event: Submit) -> None:
         context = self.context
-        if isinstance(event, Reply):
-            if event.call_id in self._calls:
-                self._calls[event.call_id][1].replies.append(event)
-        elif isinstance(event, Call):
-            view = context.open.get(event.request_id)
-            if view is not None:
-                attempt = Attempt(number=len(view.attempts), call=event)
-                view.attempts.append(attempt)
-                self._calls[event.call_id] = (view, attempt)
-        elif isinstance(event, Admit):
-            if event.call_id in self._calls:
-                attempt = self._calls[event.call_id][1]
-                attempt.admit = attempt.admit or event  # a preempted call is admitted again; its first admission counts
-        elif isinstance(event, Submit):
-            context.open[event.request.request_id] = RequestView(
-                event, context.contract, context.history, context.oracle, context.header.engine, context.header
-            )
-        elif isinstance(event, Weights):
-            context.history.updates.append(event)
-        elif isinstance(event, Observation):
-            if event.request_id in context.open:
-                context.open[event.request_id].observations.append(event)
-        elif isinstance(event, Fault):
-            if event.call_id in self._calls:
-                self._calls[event.call_id][1].faults.append(event)
-        elif isinstance(event, Result):
-            view = context.open.get(event.request_id)
-            if view is not None:
-                view.results.append(event)
-                self._close(view)
+        context.open[event.request.request_id] = RequestView(
+            event, context.contract, context.history, context.oracle, context.header.engine, context.header
+        )
+
+    def _weights(self, event: Weights) -> None:
+        self.context.history.updates.append(event)
+
+    def _observation(self, event: Observation) -> None:
+        if event.request_id in self.context.open:
+            self.context.open[event.request_id].observations.append(event)
+
+    def _fault(self, event: Fault) -> None:
+        if event.call_id in self._calls:
+            self._calls[event.call_id][1].faults.append(event)
+
+    def _result(self, event: Result) -> None:
+        view = self.context.open.get(event.request_id)
+        if view is not None:
+            view.results.append(event)
+            self._close(view)
 
     def _close(self, view: RequestView) -> None:
         view.settle()
@@ -194,6 +227,22 @@ class Judge:
             self._calls.pop(attempt.call.call_id, None)
         view.neighbours = ()
         self._ended.append(view)
+
+
+def _read(fold: TraceCheck, event: Event, out: Collector) -> None:
+    fold.event(event, out)
+
+
+_ASSEMBLY: Mapping[type[Event], Callable[[Judge, Any], None]] = {
+    Reply: Judge._reply,
+    Call: Judge._call,
+    Admit: Judge._admit,
+    Submit: Judge._submit,
+    Weights: Judge._weights,
+    Observation: Judge._observation,
+    Fault: Judge._fault,
+    Result: Judge._result,
+}
 
 
 def judge(trace: Trace, registry: Registry | None = None, oracle: Oracle | None = None) -> Judgement:

@@ -31,6 +31,8 @@ class Fold:
     """
 
     handlers: ClassVar[Mapping[type[Event], Callable[..., None]]] = {}
+    direct: ClassVar[Mapping[type[Event], Callable[..., None]]] = {}
+    """What the judge may call in place of ``event``: the handlers, unless a subclass has an ``event`` of its own."""
 
     @property
     def kinds(self) -> Iterable[type[Event]]:
@@ -43,6 +45,7 @@ class Fold:
         if stray:
             raise UsageError(f"{cls.__name__} handles {stray}, but a trace has only events of the kinds {sorted(EVENT_KINDS)}.")
         cls.handlers = {EVENT_KINDS[name[3:]]: getattr(cls, name) for name in names}
+        cls.direct = cls.handlers if cls.event is Fold.event else {}
 
     def __init__(self, context: JudgeContext) -> None:
         self.context = context
