@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata, resources
-from typing import Any, TypeAlias
+from typing import Any
 
 from rollproof.errors import StackError, UsageError
 from rollproof.subjects import SubjectFactory
@@ -71,7 +71,7 @@ class Stack:
         return {"stack": self.name, "version": self.version, "part": part}
 
 
-Loader: TypeAlias = "Callable[[str], Stack]"
+_MOVES = "A framework's classes move from release to release: another version needs a line in its table of versions."
 
 
 def load_stack(spec: str) -> Stack:
@@ -84,14 +84,15 @@ def load_stack(spec: str) -> Stack:
     module = importlib.import_module(STACKS[name])
     release: Release = module.RELEASE
     found = installed_version(release.distribution)
+    if wanted is not None and wanted not in release.versions:
+        raise StackError(f"The adapters of {name} do not know version {wanted}: they know {', '.join(release.versions)}. {_MOVES}")
     if found is None:
         raise StackError(f"{name} is not installed here, so it cannot be judged. Run:\n  {release.install(wanted)}")
     if wanted is not None and wanted != found:
         raise StackError(f"{name}=={wanted} was asked for, but {found} is installed. Run:\n  {release.install(wanted)}")
     if found not in release.versions:
         raise StackError(
-            f"{name} {found} is installed, but its classes have moved in every release so far and the adapters know only "
-            f"{', '.join(release.versions)}. Run:\n  {release.install()}"
+            f"{name} {found} is installed, and the adapters know only {', '.join(release.versions)}. {_MOVES} Run:\n  {release.install()}"
         )
     stack: Stack = module.load(found)
     return stack

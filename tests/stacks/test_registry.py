@@ -48,6 +48,8 @@ def test_a_version_that_the_table_does_not_know_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.10.0")
     with pytest.raises(StackError, match=r"verl 0\.10\.0 is installed.*know only 0\.8\.0, 0\.9\.0, 0\.9\.1.*\n.*verl==0\.9\.1$"):
         load_stack("verl")
+    with pytest.raises(StackError, match=r"do not know version 0\.7\.1: they know 0\.8\.0, 0\.9\.0, 0\.9\.1.*table of versions"):
+        load_stack("verl==0.7.1")
     with pytest.raises(StackError, match=r"verl 0\.10\.0 is not in the table of known releases"):
         import_verl("0.10.0")
 
