@@ -19,7 +19,7 @@ from rollproof.checks import Check, CheckResult, Registry, Verdict, default_regi
 from rollproof.contract import Contract, KvPolicy
 from rollproof.errors import UsageError
 from rollproof.judge import Tally, judge_events
-from rollproof.probing import probe
+from rollproof.probing import declares, probe
 from rollproof.progress import Progress
 from rollproof.report import Canary, Report
 from rollproof.runner import run_case
@@ -101,7 +101,8 @@ def cases_for(factory: SubjectFactory, *, profile: str, seed: int, flavours: Ite
         )
     share = max(1, settings.random_cases // len(found)) if settings.random_cases else 0
     for flavour, contract, model in found:
-        yield from (_honest(case, contract) for case in small_scope(flavour, contract, scope=settings.scope, model=model, seed=seed))
+        scope = small_scope(flavour, contract, scope=settings.scope, model=model, seed=seed)
+        yield from _distinct(_honest(case, contract) for case in scope)
         drawn = random_cases(seed, share, flavour=flavour, contract=contract, model=model)
         yield from (_honest(case, contract) for case in drawn)
 
@@ -112,6 +113,16 @@ def _honest(case: Case, contract: Contract) -> Case:
         return case
     mode = PauseMode.KEEP if case.pause_mode is PauseMode.IN_PLACE else case.pause_mode
     return replace(case, clear_cache=True, pause_mode=mode)
+
+
+def _distinct(cases: Iterable[Case]) -> Iterator[Case]:
+    """Each case once: syncs that were made honest are often those that the scope holds anyway."""
+    seen: set[str] = set()
+    for case in cases:
+        shown = repr(case)
+        if shown not in seen:
+            seen.add(shown)
+            yield case
 
 
 @dataclass
@@ -169,7 +180,11 @@ class Campaign:
             judge_events(trace.header, trace.events, tally)
             return trace, tally
 
-        case = shrink(self.failing[result.id], lambda smaller: bool(findings(smaller)[1].found()))
+        def fails(case: Case) -> bool:
+            trace, tally = findings(case)
+            return bool(tally.found()) and declares(trace.header.contract, case.model)
+
+        case = shrink(self.failing[result.id], fails)
         trace, tally = findings(case)
         shown = tally.judgement()[result.id].findings
         witness = self._write(result.id, trace)

@@ -7,16 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from rollproof.batching import judge_batches
-from rollproof.campaign import merge_reports, run_conformance
+from rollproof.campaign import merge_reports
 from rollproof.checks import default_registry
+from rollproof.cli.jobs import Settings, judge_all, processors
 from rollproof.cli.options import JsonTarget, Only, ProfileName, Seed, Verbose, WitnessDir
 from rollproof.cli.output import Meter, Output
 from rollproof.cli.targets import Target, references, stack_targets, subject_target
 from rollproof.console import Style, report_lines, summary_text
 from rollproof.errors import UsageError
 from rollproof.expected import ExpectedFailures, Outcome
-from rollproof.files import folder_name
 from rollproof.report import ExitCode, Report
 from rollproof.schedules import profile_named
 
@@ -40,44 +39,36 @@ def verify(
     json_target: JsonTarget = None,
     witness_dir: WitnessDir = Path(".rollproof"),
     verbose: Verbose = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", "-j", metavar="N", min=1, help="Subjects judged at once; default: as many as there are processors."),
+    ] = None,
 ) -> int:
     """Judge a stack's rollout code on fake engines: every abort, resume and weight update of a small scope, then random ones.
 
     Without --stack or --subject it judges the reference resume managers that rollproof ships: all of them must pass.
     """
     output = Output(json_target)
-    profile_named(profile)
+    seed = profile_named(profile).seed_for(seed)
     registry = default_registry()
     ids = registry.select(only).ids if only else registry.ids
     listed = _listed(expected, accept=accept)
     title, targets = _targets(stack, part, subject)
-    reports = []
+    settings = Settings(
+        profile=profile,
+        seed=seed,
+        only=ids,
+        flavours=tuple(flavour or ()),
+        expected={target.name: listed.reasons(target.name) for target in targets} if listed else {},
+        witness_dir=witness_dir,
+    )
     with Meter() as meter:
-        for target in targets:
-            report = _judge(
-                target,
-                profile=profile,
-                seed=seed,
-                only=ids,
-                flavours=flavour or target.flavours,
-                cases=target.cases(profile, seed) if target.cases is not None and not flavour else None,
-                expected=listed.reasons(target.name) if listed else None,
-                progress=meter,
-                witness_dir=witness_dir / folder_name(target.name),
-            )
-            reports.append(report)
+        reports = judge_all(targets, settings, meter, jobs=processors() if jobs is None else jobs)
     whole = reports[0] if len(reports) == 1 else merge_reports(title, reports)
     _show(output, whole, reports, verbose=verbose)
     output.json(_json(whole, reports))
     stale = _settle(output, listed, reports, accept=accept)
     return ExitCode.FAIL if stale else whole.exit_code
-
-
-def _judge(target: Target, *, seed: int | None, only: tuple[str, ...], expected: dict[str, str] | None, **rollouts: Any) -> Report:
-    """Judge one target; ``rollouts`` are further arguments of ``run_conformance``."""
-    if target.batches:
-        return judge_batches(target.factory, name=target.name, seed=seed or 0, only=only, expected=expected)
-    return run_conformance(target.factory, name=target.name, seed=seed, only=only, expected=expected, recipe=target.recipe, **rollouts)
 
 
 def _targets(stack: str | None, parts: list[str] | None, subject: str | None) -> tuple[str, list[Target]]:

@@ -1,0 +1,103 @@
+"""Jobs: targets side by side in processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollproof.checks import default_registry
+from rollproof.cli.jobs import Settings, judge_all, processors
+from rollproof.cli.targets import Target, subject_target
+from rollproof.errors import SubjectError
+from rollproof.progress import Progress
+from rollproof.report import Report
+
+MODULE = """
+import os
+from itertools import islice
+from rollproof.campaign import cases_for
+from rollproof.fakes.collating import Collator
+from rollproof.fakes.managers import AsSampled
+
+class Fails:
+    collate = None
+
+class Dies:
+    def collate(self, samples): ...
+    def __init__(self):
+        os._exit(3)
+
+class Concat(AsSampled):
+    flavours = ("vllm",)
+    @staticmethod
+    def cases(profile, seed):
+        return islice(cases_for(Concat, profile=profile, seed=seed), 0, None, 20)
+    def routes_start(self, sample):
+        return 0
+    def merge_routes(self, sample, sent, output):
+        import numpy as np
+        have = [] if sample.rows is None else [sample.rows]
+        sample.rows = np.concatenate([*have, output.routes])
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of subjects, in the current folder."""
+    (tmp_path / "sbj_jobs.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def settings(tmp_path: Path, *only: str) -> Settings:
+    return Settings(profile="pr", seed=0, only=only or default_registry().ids, expected={}, witness_dir=tmp_path)
+
+
+def silent(_: Progress) -> None:
+    """No progress."""
+
+
+def content(report: Report) -> Report:
+    return replace(report, seconds=0.0)
+
+
+def target(name: str) -> Target:
+    return subject_target(f"sbj_jobs:{name}")
+
+
+def test_workers_judge_as_this_process_does(tmp_path: Path) -> None:
+    """Reports, findings and witnesses included, come in the order of the targets, and do not depend on the number of processes."""
+    targets = [target("Concat"), target("Collator"), target("Collator")]
+    wanted = settings(tmp_path, "routes.rows", "batch.tokens")
+    alone = judge_all(targets, wanted, silent, jobs=1)
+    said: list[Progress] = []
+    together = judge_all(targets, wanted, said.append, jobs=2)
+
+    assert [content(report) for report in alone] == [content(report) for report in together]
+    assert ["Concat", "Collator", "Collator"] == [report.subject for report in together]
+    assert ("routes.rows",) == tuple(result.id for result in together[0].failed)
+    assert {3} == {progress.total for progress in said}
+
+
+def test_an_error_of_a_worker_is_the_error_of_the_run(tmp_path: Path) -> None:
+    """With its class and its words; no process is left."""
+    with pytest.raises(SubjectError, match="made a Fails without"):
+        judge_all([target("Fails"), target("Collator")], settings(tmp_path), silent, jobs=2)
+
+    assert [] == multiprocessing.active_children()
+
+
+def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
+    """The run ends and says which subject it was."""
+    with pytest.raises(SubjectError, match=r"The process that judged Dies died .*--jobs 1"):
+        judge_all([target("Collator"), target("Dies")], settings(tmp_path), silent, jobs=2)
+
+    assert [] == multiprocessing.active_children()
+
+
+def test_a_processor_is_there() -> None:
+    """The default number of jobs is at least one."""
+    assert processors() >= 1
