@@ -114,9 +114,14 @@ class FakeEngine:
             routes_start=routes_start,
         )
         self._recorder.record(call)
-        self._refuse_dead()
-        refused = self._refused(call)
+        try:
+            self._refuse_dead()
+            refused = self._refused(call)
+        except Exception:
+            await self._take_a_step()
+            raise
         if refused is not None:
+            await self._take_a_step()
             return handed(self._recorder.record(refused).output)
         return await self._answer(self._enqueue(call, request_id))
 
@@ -249,6 +254,10 @@ class FakeEngine:
                 progress=self.progress(),
             )
         )
+
+    async def _take_a_step(self) -> None:
+        """A refusal takes time, too: a client that tries again without a pause would never let any pass."""
+        await asyncio.sleep(self.options.step)
 
     def _refused(self, call: Call) -> Reply | None:
         """The reply to a call that is not even queued, or ``None``. Raises where the flavour refuses by raising."""

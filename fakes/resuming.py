@@ -153,6 +153,7 @@ class AsSampled:
             missing_logprobs=MissingLogprobs.MASKED if multi_turn else MissingLogprobs.NEVER,
             loss_mask=multi_turn,
             multi_turn=multi_turn,
+            multimodal=True,
             abort_surfaces=self.aborts_surface(fleet),
             partial_off=chosen.partial_off,
             kv_policy=fleet.kv_policy,

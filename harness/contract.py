@@ -147,9 +147,9 @@ class Contract:
 
     ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as ``"uint8"``, or several
     joined by ``|`` where the engine chooses by expert count. ``multi_turn`` says that the subject drives
-    ``Request.turns``: it appends the environment's tokens after each natural end of the model's turn. ``max_staleness``
-    bounds the versions between the newest
-    published weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines
+    ``Request.turns``: it appends the environment's tokens after each natural end of the model's turn; ``multimodal`` that
+    it hands ``Request.media`` on to the engines. ``max_staleness`` bounds the versions between the newest published
+    weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines
     whose one label a reply need not name weights that sampled a token of it (``None``: it must).
     """
 
@@ -163,6 +163,7 @@ class Contract:
     loss_mask: bool = False
     finish_reason: bool = True
     multi_turn: bool = False
+    multimodal: bool = False
     partial_off: PartialOff | None = None
     max_staleness: int | None = None
     tag_read: TagRead | None = None
@@ -253,7 +254,7 @@ class Contract:
     def _missing(self) -> list[str]:
         problems = [
             f"{name} must be a bool, not {getattr(self, name)!r}."
-            for name in ("abort_surfaces", "loss_mask", "finish_reason", "multi_turn")
+            for name in ("abort_surfaces", "loss_mask", "finish_reason", "multi_turn", "multimodal")
             if not isinstance(getattr(self, name), bool)
         ]
         problems += [

@@ -12,7 +12,7 @@ from rollproof.records import Request
 from rollproof.runner import idle_contracts
 from rollproof.subjects import SubjectFactory
 
-__all__ = ["probe"]
+__all__ = ["declares", "probe"]
 
 _ODD = Model(num_layers=5, moe_layers=(1, 3, 4), num_experts=12, top_k=3)
 """A size that nobody declares by chance: a contract that shows it follows the fleet."""
@@ -33,7 +33,7 @@ def probe(factory: SubjectFactory, flavours: Iterable[str] | None = None) -> lis
     for flavour in named or tuple(FLAVOURS):
         try:
             subject, engine = idle_contracts(factory, _idle(flavour, _ODD))
-            model = None if _follows(subject, _ODD) else _model_of(subject)
+            model = None if declares(subject, _ODD) else _model_of(subject)
             if model is not None:
                 subject, engine = idle_contracts(factory, _idle(flavour, model))
         except (ContractError, SubjectError):
@@ -51,7 +51,8 @@ def _idle(flavour: str, model: Model) -> Case:
     return Case(flavour=flavour, requests=(Request(request_id="r0", prompt_ids=(1,), max_tokens=1),), model=model)
 
 
-def _follows(contract: Contract, model: Model) -> bool:
+def declares(contract: Contract, model: Model) -> bool:
+    """Whether a contract is one for this model: a contract of a fixed size does not follow a fleet of another."""
     if not contract.has_routes:
         return True
     shown = (contract.num_layers, contract.moe_layers, contract.num_experts, contract.top_k)

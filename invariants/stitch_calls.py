@@ -204,6 +204,7 @@ def _same(a: Scalar, b: Scalar) -> bool:
     promise="Every attempt carries the request's images, videos and audio unchanged.",
     needs="a request with media, and its engine calls",
     exercised_by="calls with media",
+    applies=lambda contract: None if contract.multimodal else "the contract declares no media (multimodal)",
 )
 def media_kept(view: RequestView, out: Collector) -> None:
     """Compare the media handle of every call with the request's."""

@@ -125,6 +125,8 @@ def draw_case(
         limits = replace(limits, turns=0)
     servers = draws.integer(1, limits.servers)
     requests = _requests(draws, limits)
+    if not contract.multimodal:
+        requests = tuple(replace(request, media=None) for request in requests)
     enabled = _subset(draws, tuple(ActionKind if kinds is None else kinds))
     actions = draws.several(0, limits.actions, lambda source: _action(source, requests, enabled, servers, limits)) if enabled else []
     order = {request.request_id: i for i, request in enumerate(requests)}

@@ -33,7 +33,7 @@ def prompts_are_prefix_free(case: Case) -> bool:
 
 def test_a_seed_names_the_same_cases_for_ever() -> None:
     """The first cases of a seed are pinned: a report's seed repeats its run on another Python and another day."""
-    assert digest(0, 50) == "d9678882b292737f"
+    assert digest(0, 50) == "3fb5303ec39102db"
 
 
 def test_case_i_does_not_depend_on_how_many_are_drawn() -> None:

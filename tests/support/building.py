@@ -32,6 +32,7 @@ def contract(**changes: Any) -> Contract:
         "logprobs": "raw",
         "abort_surfaces": False,
         "kv_policy": "recompute",
+        "multimodal": True,
     }
     model = {} if changes.get("rows") == "none" else MODEL
     return Contract(**{**base, **model, **changes})

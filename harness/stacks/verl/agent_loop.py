@@ -106,6 +106,7 @@ def loop_contract(fleet: Fleet, *, multi_turn: bool) -> Contract:
         finish_reason=False,
         loss_mask=True,
         multi_turn=multi_turn,
+        multimodal=False,
         missing_logprobs=MissingLogprobs.MASKED,
         partial_off=PartialOff.DROPPED,
     )

@@ -24,12 +24,11 @@ _TURN_TOKENS = 4
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A factory of subjects. ``turns``: requests get up to so many answers of the environment; ``media``: they may carry media."""
+    """A factory of subjects. ``turns``: requests get up to so many answers of the environment."""
 
     name: str
     make: Callable[[], Any]
     turns: int = 0
-    media: bool = True
     flavours: tuple[str, ...] = tuple(CONVENTIONS)
 
     def __call__(self) -> Any:
@@ -43,27 +42,21 @@ class Part:
 
         settings = profile_named(profile)
         used = settings.seed_for(seed)
-        for case in cases_for(self, profile=profile, seed=used, flavours=self.flavours):
-            yield case if self.media else _without_media(case)
+        yield from cases_for(self, profile=profile, seed=used, flavours=self.flavours)
         if not self.turns:
             return
         share = max(1, settings.random_cases // len(self.flavours))
         for flavour, contract, model in probe(self, self.flavours):
             for case in random_cases(used, share, flavour=flavour, contract=contract, model=model, limits=Limits(turns=self.turns)):
-                talkative = replace(case, model=replace(case.model, eos_every=_TURN_TOKENS))
-                yield talkative if self.media else _without_media(talkative)
-
-
-def _without_media(case: Case) -> Case:
-    return replace(case, requests=tuple(replace(request, media=None) for request in case.requests))
+                yield replace(case, model=replace(case.model, eos_every=_TURN_TOKENS))
 
 
 def parts_of(verl: Verl) -> Mapping[str, Part]:
     """All parts, by name."""
     parts = (
         Part("client", lambda: ClientSubject(verl)),
-        Part("single-turn-agent-loop", lambda: AgentLoopSubject(verl, multi_turn=False), media=False),
-        Part("tool-agent-loop", lambda: AgentLoopSubject(verl, multi_turn=True), turns=_TURNS, media=False),
+        Part("single-turn-agent-loop", lambda: AgentLoopSubject(verl, multi_turn=False)),
+        Part("tool-agent-loop", lambda: AgentLoopSubject(verl, multi_turn=True), turns=_TURNS),
         Part("checkpoint-manager", lambda: CheckpointSubject(verl)),
     )
     return {part.name: part for part in parts}

@@ -88,6 +88,7 @@ def client_contract(fleet: Fleet) -> Contract:
         versions=Versions.MIN_MAX,
         logprobs=fleet.flavour.logprobs,
         abort_surfaces=not fleet.case.partial,
+        multimodal=True,
         kv_policy=KvPolicy.RECOMPUTE,
         missing_logprobs=MissingLogprobs.NEVER,
         partial_off=PartialOff.SURFACED,
