@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def test_a_contract_of_ones_own_fixes_the_model_and_the_flavours() -> None:
         out.exercised("samples")
 
     mine = request_check("mine.watch", promise="p", needs="n", exercised_by="samples")(watch)
-    run_conformance(Fixed, only=["mine"], checks=[mine], canary=False)
+    some = islice(cases_for(Fixed, profile="pr", seed=0), 0, None, 40)
+    run_conformance(Fixed, cases=some, only=["mine"], checks=[mine], canary=False)
 
     assert {16} == {experts for _, experts in seen}
     assert "sglang" in {flavour for flavour, _ in seen}

@@ -63,7 +63,7 @@ def take(path: Path) -> tuple[list[Header | Event], TraceReader | None, TraceErr
 
 
 def places(data: bytes, path: Path) -> list[int]:
-    """Every byte of the schema's and the first batch's beginning and around every border, and every 23rd elsewhere."""
+    """Every byte of the schema's and the first batch's beginning and around every border, and every 61st elsewhere."""
     path.write_bytes(data)
     head, pairs = pairs_of(path)
     borders, at = [0, len(head), len(data) - len(END), len(data)], len(head)
@@ -71,7 +71,7 @@ def places(data: bytes, path: Path) -> list[int]:
         seal = at + pair.rindex(b"\xff\xff\xff\xff")
         borders += [at, seal]
         at += len(pair)
-    near = {place + i for place in borders for i in range(-4, 24)} | set(range(len(head), len(head) + 400)) | set(range(0, len(data), 23))
+    near = {place + i for place in borders for i in range(-4, 24)} | set(range(len(head), len(head) + 200)) | set(range(0, len(data), 61))
     return sorted(place for place in near if 0 <= place < len(data))
 
 
