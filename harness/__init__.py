@@ -24,9 +24,21 @@ if TYPE_CHECKING:
     from rollproof.checks import request_check as request_check
     from rollproof.checks import trace_check as trace_check
     from rollproof.contract import Contract as Contract
+    from rollproof.errors import CaseError as CaseError
+    from rollproof.errors import ConformanceError as ConformanceError
+    from rollproof.errors import ContractError as ContractError
+    from rollproof.errors import ExpectationError as ExpectationError
     from rollproof.errors import RollproofError as RollproofError
+    from rollproof.errors import StackError as StackError
+    from rollproof.errors import SubjectError as SubjectError
+    from rollproof.errors import TraceError as TraceError
+    from rollproof.errors import TraceVersionError as TraceVersionError
     from rollproof.errors import UsageError as UsageError
+    from rollproof.fakes.engine import FakeEngine as FakeEngine
+    from rollproof.fakes.fleet import Fleet as Fleet
+    from rollproof.lending import lend as lend
     from rollproof.recording import EngineCall as EngineCall
+    from rollproof.recording import Recording as Recording
     from rollproof.recording import record as record
     from rollproof.records import BatchRow as BatchRow
     from rollproof.records import EngineOutput as EngineOutput
@@ -51,8 +63,22 @@ _HOMES = {
     "case": ("Action", "ActionKind", "Case", "Trigger"),
     "checks": ("Check", "CheckResult", "Collector", "Finding", "Verdict", "request_check", "trace_check"),
     "contract": ("Contract",),
-    "errors": ("RollproofError", "UsageError"),
-    "recording": ("EngineCall", "record"),
+    "errors": (
+        "CaseError",
+        "ConformanceError",
+        "ContractError",
+        "ExpectationError",
+        "RollproofError",
+        "StackError",
+        "SubjectError",
+        "TraceError",
+        "TraceVersionError",
+        "UsageError",
+    ),
+    "fakes.engine": ("FakeEngine",),
+    "fakes.fleet": ("Fleet",),
+    "lending": ("lend",),
+    "recording": ("EngineCall", "Recording", "record"),
     "records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
     "report": ("Report",),
     "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
@@ -68,15 +94,22 @@ __all__ = [
     "BatchRow",
     "BatchSubject",
     "Case",
+    "CaseError",
     "Check",
     "CheckResult",
     "Collector",
+    "ConformanceError",
     "Contract",
+    "ContractError",
     "EngineCall",
     "EngineOutput",
     "EngineSubject",
+    "ExpectationError",
+    "FakeEngine",
     "Finding",
     "FinishReason",
+    "Fleet",
+    "Recording",
     "ReplaySubject",
     "Report",
     "Request",
@@ -85,12 +118,17 @@ __all__ = [
     "RolloutSubject",
     "RollproofError",
     "Span",
+    "StackError",
+    "SubjectError",
     "Trace",
+    "TraceError",
+    "TraceVersionError",
     "Trigger",
     "UsageError",
     "Verdict",
     "conformance",
     "judge_batches",
+    "lend",
     "record",
     "request_check",
     "run_conformance",
@@ -107,4 +145,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -13,7 +13,10 @@ from rollproof.records import Rollout
 from rollproof.report import Canary
 from rollproof.trace import Result, Trace
 
-__all__ = ["Plant", "plants", "try_canary"]
+__all__ = ["NONE_CLEAN", "Plant", "plants", "try_canary"]
+
+NONE_CLEAN = "every trace of this run already has findings: fix them first"
+"""Why no fault was planted into a run of which nothing is clean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ def try_canary(clean: Iterable[Trace], registry: Registry) -> Canary:
             red = plant.check_id in tally.found()
             reason = "" if red else f"{plant.check_id} did not see it: this run cannot be trusted; please report it"
             return Canary(planted=plant.what, expected_by=plant.check_id, red=red, reason=reason)
-    return Canary(planted=None, expected_by=None, red=False, reason="no clean trace of this run was fit for planting a fault")
+    reason = "no clean trace of this run was fit for planting a fault" if traces else NONE_CLEAN
+    return Canary(planted=None, expected_by=None, red=False, reason=reason)
 
 
 def _spoil(trace: Trace, plant: Plant) -> Trace | None:

@@ -9,11 +9,13 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeAlias
 
 __all__ = ["Line", "Style", "check_lines", "finding_lines", "report_lines", "summary_text", "text_of"]
 
 _WIDTH = 118
+_NOT_EXERCISED = "not exercised"
 _WHERE = ("request", "call", "segment", "position", "index", "layer", "version", "server")
 
 
@@ -57,17 +59,22 @@ _VERDICTS: Mapping[str, tuple[str, Style]] = {
 }
 
 
-def report_lines(report: Mapping[str, Any], *, verbose: bool = False, findings: int = 3) -> Iterator[Line]:
+def report_lines(report: Mapping[str, Any], *, verbose: bool = False, findings: int = 3, gather: bool = False) -> Iterator[Line]:
     """The whole report: head, failing checks with their first ``findings`` findings, unknown ones, what was exercised, canary.
 
-    ``verbose`` also lists the checks that passed and those that the contract rules out.
+    ``gather`` tells the unknown checks that were not exercised in one line: a recorded run leaves most situations out.
+    ``verbose`` lists every check, also those that passed and those that the contract rules out.
     """
     yield Style.TITLE, _head(report)
     shown = ("fail", "expected fail", "unknown", "pass", "not applicable") if verbose else ("fail", "expected fail", "unknown")
     for verdict in shown:
-        for check in report["checks"]:
-            if check["verdict"] == verdict:
-                yield from check_lines(check, findings=findings)
+        checks = [check for check in report["checks"] if check["verdict"] == verdict]
+        idle = [check for check in checks if verdict == "unknown" and gather and not verbose and check["reason"].startswith(_NOT_EXERCISED)]
+        for check in checks:
+            if check not in idle:
+                yield from check_lines(check, findings=0 if verdict == "expected fail" and not verbose else findings)
+        if idle:
+            yield Style.DOUBT, f"  UNKNOWN  {_checks(len(idle))} not exercised: what they are about did not occur (-v lists them)"
     yield from _exercised(report["exercised"])
     yield from _canary(report["canary"])
     for note in report.get("notes", ()):
@@ -86,7 +93,7 @@ def summary_text(report: Mapping[str, Any]) -> str:
     ]
     if summary["expected_fail"]:
         parts.append(f"{summary['expected_fail']} expected to fail and did")
-    return f"{sum(summary.values())} checks: {', '.join(parts)}"
+    return f"{_checks(sum(summary.values()))}: {', '.join(parts)}"
 
 
 def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line]:
@@ -97,21 +104,22 @@ def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line
     put = f" (put to the test {times:,} times)" if check["verdict"] == "pass" else ""
     yield style, _wrapped(f"  {word}  {check['id']}{put}{': ' + told if told else ''}", "      ")
     for number, finding in enumerate(check["findings"][:findings], 1):
-        yield from finding_lines(finding, number)
+        yield from finding_lines(finding, number, check["id"] if number == 1 else "")
     more = check.get("found", len(check["findings"])) - min(findings, len(check["findings"]))
     if more > 0 and findings:
         yield Style.FAINT, f"     ... and {more:,} more finding{'s' if more > 1 else ''} of this check"
 
 
-def finding_lines(finding: Mapping[str, Any], number: int = 1) -> Iterator[Line]:
-    """One finding: title, where, expected, observed, hint, and how to run its counterexample again."""
+def finding_lines(finding: Mapping[str, Any], number: int = 1, check_id: str = "") -> Iterator[Line]:
+    """One finding: title, where, expected, observed, hint, what tells more of ``check_id``, and how to run its counterexample again."""
     yield Style.TITLE, _wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
     rows = [
         ("where", _where(finding["where"])),
         ("expected", finding["expected"]),
         ("observed", finding["observed"]),
         ("hint", finding["hint"]),
-        ("witness", f"rollproof replay {finding['witness']}" if finding["witness"] else ""),
+        ("more", f"rollproof checks {check_id}" if check_id else ""),
+        ("witness", f"rollproof replay {_near(finding['witness'])}" if finding["witness"] else ""),
     ]
     for name, value in rows:
         if value:
@@ -151,7 +159,7 @@ def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
     if not canary:
         return
     if canary["planted"] is None:
-        yield Style.DOUBT, _wrapped(f"  canary: not planted, {canary['reason'] or 'no trace was fit for it'}", "      ")
+        yield Style.DOUBT, _wrapped(f"  canary: not planted ({canary['reason'] or 'no trace was fit for it'})", "      ")
     elif canary["red"]:
         yield Style.GOOD, _wrapped(f"  canary: {canary['planted']}: caught by {canary['expected_by']}, as it must be", "      ")
     else:
@@ -163,6 +171,15 @@ def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
                 "      ",
             ),
         )
+
+
+def _checks(count: int) -> str:
+    return f"{count} check{'' if count == 1 else 's'}"
+
+
+def _near(path: str) -> str:
+    """The path from the current folder, where it lies below that."""
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 def _where(where: Mapping[str, Any]) -> str:

@@ -275,7 +275,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     verbose = terminalreporter.config.get_verbosity() > 0
     for report in state.reports.values():
         # An item has shown its findings; those of recordings were in the error of the test.
-        for style, text in report_lines(report, verbose=verbose, findings=0):
+        for style, text in report_lines(report, verbose=verbose, findings=0, gather=report["profile"] == "recorded"):
             terminalreporter.write_line(text, **style.markup)
     for line in state.closing:
         terminalreporter.write_line(line)

@@ -44,7 +44,7 @@ def check(
     if not judged.headers:
         raise judged.broken[0]
     report = judged.report()
-    output.lines(report_lines(report.to_dict(), verbose=verbose))
+    output.lines(report_lines(report.to_dict(), verbose=verbose, gather=True))
     output.lines((Style.BAD, f"  {error}") for error in judged.broken)
     output.json(report.to_dict())
     if judged.broken and report.exit_code != ExitCode.FAIL:

@@ -22,12 +22,13 @@ def checks(
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Checks or families.", show_default=False)] = None,
     json_target: JsonTarget = None,
 ) -> int:
-    """List the checks: what each promises; with one id, all that is known about it."""
+    """List the checks: what each promises; with ids, all that is known about each."""
     output = Output(json_target)
     registry = default_registry().select(ids) if ids else default_registry()
     bugs = _bugs()
-    if len(registry) == 1:
-        _one(output, next(iter(registry)), bugs)
+    if ids and set(ids) <= set(registry.ids):
+        for check in registry:
+            _one(output, check, bugs)
     else:
         output.table(_table(registry))
         output.say(f"{len(registry)} checks; `rollproof checks ID` shows one in full.")

@@ -48,6 +48,7 @@ MyStack  [profile pr, seed 0, 1,234 cases, 3.2 s]
        observed  16 rows
        hint      The rows of every call were concatenated. The resumed call returns the rows of its whole prefix
                  again: keep the rows of the first call up to where the second begins, then append.
+       more      rollproof checks routes.rows
        witness   rollproof replay .rollproof/routes.rows.json
      ... and 4 more findings of this check
   UNKNOWN  weights.pause: not exercised: no pause occurred
@@ -82,7 +83,34 @@ def test_an_unplanted_canary_says_why() -> None:
     """Where no trace was fit for a canary, the report says so rather than nothing."""
     canary = {"planted": None, "expected_by": None, "red": False, "reason": "every trace had findings"}
 
-    assert "  canary: not planted, every trace had findings" in text_of(report_lines(report(canary=canary)))
+    assert "  canary: not planted (every trace had findings)" in text_of(report_lines(report(canary=canary)))
+
+
+def test_what_was_not_exercised_is_gathered_in_one_line() -> None:
+    """A recorded run counts the unknown checks that it did not exercise; other unknown ones, and all under -v, are listed singly."""
+    idle = {"id": "weights.pause", "verdict": "unknown", "reason": "not exercised: no pause occurred", "exercised": {}, "findings": []}
+    blind = {**idle, "id": "weights.labels", "reason": "no true versions were recorded"}
+    given = report(checks=[idle, blind, {**idle, "id": "weights.abort"}])
+
+    text = text_of(report_lines(given, gather=True))
+    assert "  UNKNOWN  weights.labels: no true versions were recorded\n  UNKNOWN  2 checks not exercised: what" in text
+    assert "weights.pause" not in text
+    assert "  UNKNOWN  weights.pause: not exercised: no pause occurred" in text_of(report_lines(given, gather=True, verbose=True))
+
+
+def test_an_expected_failure_takes_one_line() -> None:
+    """Its findings are known: the reason is told; -v tells the findings too."""
+    check = {**report()["checks"][0], "verdict": "expected fail", "reason": "verl #6029"}
+
+    assert "  EXPECTED FAIL  routes.rows: verl #6029\n  exercised" in text_of(report_lines(report(checks=[check])))
+    assert "Routes hold more rows" in text_of(report_lines(report(checks=[check]), verbose=True))
+
+
+def test_one_check_is_no_checks() -> None:
+    """A sum of one says so."""
+    summary = {"pass": 1, "fail": 0, "unknown": 0, "not_applicable": 0, "expected_fail": 0}
+
+    assert "1 check: 1 pass, 0 fail, 0 unknown, 0 not applicable" == summary_text(report(summary=summary))
 
 
 def test_expected_failures_are_counted_apart() -> None:
