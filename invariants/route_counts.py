@@ -103,9 +103,10 @@ def _joined(rows: int, arrays: Mapping[int, int]) -> CountStory | None:
                 continue
             total = " + ".join(f"{arrays[number]} of segment {number}" for number in used)
             repeated = arrays[used[0]]
+            stand = "position 0 stands" if repeated == 1 else f"positions 0-{repeated - 1} stand"
             return CountStory(
                 observed=f"{rows} = {total}: segment {used[1]}'s whole array was appended behind segment {used[0]}'s. A call returns rows "
-                f"for the whole sequence that it sends, so positions 0-{repeated - 1} stand in the sample twice, and every row "
+                f"for the whole sequence that it sends, so {stand} in the sample twice, and every row "
                 f"from {repeated} on belongs to another token",
                 hint="On resume keep the rows that are there and append only what the new call adds, `new[len(rows):]` (or ask the engine "
                 "for those alone: routed_experts_start_len in SGLang, routed_experts_prompt_start in vLLM). "

@@ -124,7 +124,8 @@ def _provenance(view: RequestView, out: Collector) -> None:
     elif declared is Provenance.AS_SAMPLED:
         hint = (
             "The older rows were replaced by a later call's prefill: logprobs of the old weights are then paired with routes of the new "
-            "ones. Append, do not replace, or declare provenance='latest-prefill'. Compare verl #6046 (ppo_kl) and #6029 (the discussion)."
+            "ones. `routes = out.routes` on resume takes the last prefill's rows: keep `rows[:len(rows)]` and append the rest, or declare "
+            "provenance='latest-prefill' if that is meant. Compare verl #6046 (ppo_kl) and #6029 (the discussion)."
         )
     else:
         hint = "Rows of an earlier call were kept: take the last call's whole array, or declare provenance='as-sampled'."
