@@ -118,10 +118,10 @@ class FakeEngine:
             self._refuse_dead()
             refused = self._refused(call)
         except Exception:
-            await self._take_a_step()
+            await self._answer_late()
             raise
         if refused is not None:
-            await self._take_a_step()
+            await self._answer_late()
             return handed(self._recorder.record(refused).output)
         return await self._answer(self._enqueue(call, request_id))
 
@@ -255,9 +255,9 @@ class FakeEngine:
             )
         )
 
-    async def _take_a_step(self) -> None:
-        """A refusal takes time, too: a client that tries again without a pause would never let any pass."""
-        await asyncio.sleep(self.options.step)
+    async def _answer_late(self) -> None:
+        """A refusal takes time, too, though less than a step: a client that tries again at once would never let any pass."""
+        await asyncio.sleep(self.options.step / 100)
 
     def _refused(self, call: Call) -> Reply | None:
         """The reply to a call that is not even queued, or ``None``. Raises where the flavour refuses by raising."""

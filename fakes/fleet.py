@@ -24,7 +24,7 @@ from rollproof.fakes.faults import Schedule, Shot, perform
 from rollproof.fakes.flavours import engine_contract, flavour_named
 from rollproof.fakes.ray_face import RayHandle
 from rollproof.records import Version
-from rollproof.trace import Fault, PauseMode, Recorder, Weights
+from rollproof.trace import Fault, PauseMode, Recorder, Update, UpdatePhase, Weights
 
 __all__ = ["CURRENT_REQUEST", "Fleet", "Updater"]
 
@@ -120,7 +120,15 @@ class Fleet:
 
     async def update(self, label: int | None) -> bool:
         """One weight update by the updater; whether it worked. What it raises is recorded as a fault, not raised."""
-        return await self._tried(lambda: self._updater(label))
+        version = self.weights_of(label)
+        self.recorder.record(Update(version=version, label=label, phase=UpdatePhase.ASKED))
+        worked = await self._tried(lambda: self._updater(label))
+        if label is not None or not worked:
+            phase = UpdatePhase.ENDED if worked else UpdatePhase.FAILED
+        else:  # without a label it is up to the stack which weights those are
+            version, phase = self._trained, UpdatePhase.ENDED
+        self.recorder.record(Update(version=version, label=label, phase=phase))
+        return worked
 
     async def skew(self, label: int, server_id: str) -> bool:
         """The default update of one server alone; the others follow at the next sync."""

@@ -11,6 +11,7 @@ and lets executors run on real threads; ``benchmarks/clock.py`` shows both side 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 from asyncio import base_events
@@ -39,10 +40,11 @@ class VirtualLoop(base_events.BaseEventLoop):
     _scheduled: list[asyncio.TimerHandle]
     _stopping: bool
 
-    def __init__(self) -> None:
+    def __init__(self, jumps: int | None = None) -> None:
         super().__init__()
         self._now = 0.0
         self._spins = 0
+        self._jumps_left = math.inf if jumps is None else jumps
         self._clock_resolution = 1e-9
 
     def time(self) -> float:
@@ -60,6 +62,9 @@ class VirtualLoop(base_events.BaseEventLoop):
             return
         self._spins = 0
         self._now += timeout
+        self._jumps_left -= 1
+        if self._jumps_left < 0:
+            raise Stalled(f"timers went on firing without an end, up to virtual second {self._now:g} (something is retried for ever)")
 
     def call_soon(  # type: ignore[override]  # as for call_soon_threadsafe
         self, callback: Callable[..., Any], *args: Any, context: Any = None
@@ -151,9 +156,10 @@ def guarded() -> Iterator[None]:
             delattr(socket.socket, name)  # the C method of the base class shows through again
 
 
-def run(main: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None) -> _T:
     """Run ``main()`` on a fresh virtual loop and return its result; tasks that are left over are cancelled.
 
+    ``jumps`` bounds how often time may pass (``None``: no bound).
     Raises ``Stalled`` where ``main`` itself can never end.
     """
     try:
@@ -162,7 +168,7 @@ def run(main: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         pass
     else:
         raise SubjectError("rollproof brings its own event loop: call it from sync code, not from inside a running loop.")
-    loop = VirtualLoop()
+    loop = VirtualLoop(jumps)
     try:
         asyncio.set_event_loop(loop)
         with guarded():

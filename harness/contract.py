@@ -6,9 +6,10 @@ config, never from a buffer's size): it reads it here, and a check that a contra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
+from functools import wraps
 from typing import Any, Self
 
 from rollproof.errors import ContractError
@@ -263,11 +264,13 @@ class Contract:
             if getattr(self, name) is None
         ]
         if self.rows is not Rows.NONE:
-            for name in _ROUTE_FIELDS:
-                if getattr(self, name) is None and not (name == "final_row" and self.rows is not Rows.ALL):
-                    problems.append(
-                        f"{name} must be declared when the subject returns routes (it comes from the model config, never from the data)."
-                    )
+            needed = [name for name in _ROUTE_FIELDS if name != "final_row" or self.rows is Rows.ALL]
+            absent = [name for name in needed if getattr(self, name) is None]
+            if absent:
+                problems.append(
+                    f"{', '.join(absent)} must be declared when the subject returns routes (sizes come from the model config, never "
+                    "from the data)."
+                )
         return problems
 
     def _contradictions(self) -> list[str]:
@@ -300,6 +303,26 @@ class Contract:
         if unknown:
             problems.append(f"dtype {unknown} is not an integer type; choose among {list(_INT_DTYPES)}, joined by '|' where several occur.")
         return problems
+
+
+def _complete(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that names every missing and unknown field in our own words, where Python stops at the first."""
+
+    @wraps(init)
+    def checked(self: Contract, **values: Any) -> None:
+        required = [field.name for field in fields(Contract) if field.default is MISSING]
+        missing = [name for name in required if name not in values]
+        unknown = sorted(set(values) - {field.name for field in fields(Contract)})
+        if missing or unknown:
+            problems = [f"{name} must be declared." for name in missing]
+            problems += [f"{name} is no field; the fields are {[field.name for field in fields(Contract)]}." for name in unknown]
+            raise ContractError("The contract cannot be used:\n  - " + "\n  - ".join(problems))
+        init(self, **values)
+
+    return checked
+
+
+Contract.__init__ = _complete(Contract.__init__)  # type: ignore[method-assign]
 
 
 def _is_int(value: object, least: int) -> bool:

@@ -42,6 +42,8 @@ __all__ = [
     "Trace",
     "TraceSink",
     "Train",
+    "Update",
+    "UpdatePhase",
     "Weights",
 ]
 
@@ -177,6 +179,27 @@ class Weights(Event):
     progress: Mapping[int, int] | None = None
 
 
+class UpdatePhase(StrEnum):
+    """How far a weight update has come at the trainer that asked for it."""
+
+    ASKED = "asked"
+    ENDED = "ended"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update(Event):
+    """A trainer asked the stack to publish weights ``version`` under ``label``, and was told that it is done, or failed.
+
+    What the servers then hold is in their ``Weights`` events.
+    """
+
+    kind: ClassVar[str] = "update"
+    version: Version
+    label: Version
+    phase: UpdatePhase
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation(Event):
     """The environment (a tool, a user turn) appended tokens to a request's sequence; they are not trained on."""
@@ -268,7 +291,7 @@ class Batch(Event):
     changed: tuple[str, ...] = ()
 
 
-_KINDS = (Submit, Call, Admit, Reply, Abort, Pause, Resume, Weights, Observation, Fault, Result, Gauge, Batch, Train, Score)
+_KINDS = (Submit, Call, Admit, Reply, Abort, Pause, Resume, Weights, Update, Observation, Fault, Result, Gauge, Batch, Train, Score)
 EVENT_KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in _KINDS}
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, trace_check
 from rollproof.contract import Provenance, ResumeBy
-from rollproof.invariants import serving, updates
+from rollproof.invariants import loading, serving, updates
 from rollproof.invariants.aborts import no_partial_flag, partial_is_off
 from rollproof.invariants.fold import Fold, keep
 from rollproof.invariants.serving import MIXED, NO_TRUTH
@@ -388,5 +388,6 @@ CHECKS: tuple[Check, ...] = (
     _one_version,
     *serving.CHECKS,
     *updates.CHECKS,
+    *loading.CHECKS,
 )
 """The family ``weights``, in the order of a report."""

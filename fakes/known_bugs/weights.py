@@ -40,6 +40,20 @@ class _Procedure(AsSampled):
         return self.replicas()
 
 
+_FOLLOWED = case(act(ActionKind.SYNC, 3), requests=(request(), request("r1", (14, 15))), arrivals=(0.0, 20.0))
+"""An update, and a request that comes after it."""
+
+
+class _OnlyTheLabel(_Procedure):
+    async def load(self, server: FakeEngine, version: int | None) -> None:
+        server.relabel(version)
+
+
+class _SkipsTheSync(AsSampled):
+    async def update_weights(self, version: int | None) -> None:
+        """The flag that frees the cache is off, so nothing is done."""
+
+
 class _FirstReplicaOnly(_Procedure):
     def replicas(self) -> list[FakeEngine]:
         return super().replicas()[:1]
@@ -232,6 +246,22 @@ BUGS: tuple[KnownBug, ...] = (
         cases=(case(_SYNC_AT_3, partial=False),),
         kills=("weights.one-version-per-sample",),
         also=("weights.no-stale-cache",),
+    ),
+    KnownBug(
+        id="sync-skipped",
+        summary="Under one flag combination the update returns without doing anything.",
+        refs=("verl#4248",),
+        make=_SkipsTheSync,
+        cases=(_FOLLOWED,),
+        kills=("weights.update-loads",),
+    ),
+    KnownBug(
+        id="label-without-weights",
+        summary="The update publishes the new label and loads nothing.",
+        refs=("cf. verl#4248",),
+        make=_OnlyTheLabel,
+        cases=(SYNCED,),
+        kills=("weights.update-loads",),
     ),
     KnownBug(
         id="one-replica-updated",

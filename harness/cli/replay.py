@@ -35,8 +35,8 @@ def replay(
 ) -> int:
     """Judge a counterexample as recorded, run its case again on the subject, and compare.
 
-    Exit code 1 where a check fails in the new run (the fault is reproduced), 0 where what failed passes now, 2 where that is not
-    decided.
+    Exit code 1 where a check that failed as recorded fails again (reproduced) or only others fail (another fault), 0 where what
+    failed passes now, 2 where that is not decided.
     """
     output = Output(json_target)
     trace = load_trace(file)
@@ -79,15 +79,22 @@ class _Outcome:
 
     @property
     def verdict(self) -> str:
-        """``reproduced``, ``fixed``, or ``undecided``."""
-        if self.now.failed:
+        """``reproduced``, ``fixed``, ``another fault``, or ``undecided``."""
+        if set(self.now.failed) & set(self.recorded.failed):
             return "reproduced"
+        if self.now.failed:
+            return "another fault"
         passed = {result.id for result in self.now.results if result.verdict is Verdict.PASS}
         return "fixed" if self.recorded.failed and set(self.recorded.failed) <= passed else "undecided"
 
     @property
     def exit_code(self) -> int:
-        return {"reproduced": ExitCode.FAIL, "fixed": ExitCode.PASS, "undecided": ExitCode.UNKNOWN}[self.verdict]
+        return {
+            "reproduced": ExitCode.FAIL,
+            "another fault": ExitCode.FAIL,
+            "fixed": ExitCode.PASS,
+            "undecided": ExitCode.UNKNOWN,
+        }[self.verdict]
 
     def report(self, trace: Trace) -> Report:
         return Report(subject=trace.header.subject, profile=trace.header.profile, seed=trace.header.seed, results=self.now.results, cases=1)
@@ -106,7 +113,7 @@ class _Outcome:
             elif check["id"] in self.recorded.failed:
                 style = Style.GOOD if check["verdict"] == "pass" else Style.DOUBT
                 found.append((style, f"  {check['id']} failed as recorded; now: {check['verdict']} {check['reason']}".rstrip()))
-        style = {"reproduced": Style.BAD, "fixed": Style.GOOD, "undecided": Style.DOUBT}[self.verdict]
+        style = {"reproduced": Style.BAD, "another fault": Style.BAD, "fixed": Style.GOOD, "undecided": Style.DOUBT}[self.verdict]
         return [*found, (style, f"{self.verdict}{'' if self.rerun else ' (judged as recorded, not run again)'}")]
 
     def _checks(self) -> list[dict[str, Any]]:

@@ -245,3 +245,21 @@ def test_what_cannot_run_on_a_virtual_clock_is_refused_with_advice(act: Any, mes
     """Threads, sockets and loops of a subject's own are detected, and the way out is named."""
     with pytest.raises(SubjectError, match=message):
         run_case(_rollout_that(act), CASE)
+
+
+def test_a_retry_without_a_pause_cannot_outrun_the_clock() -> None:
+    """A client that asks a dead server again and again, without a wait, is a hang; it does not run for ever in real time."""
+
+    class Insists(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            self.fleet.servers["s0"].kill()
+            while True:
+                try:
+                    await self.fleet.servers["s0"].generate(prompt_ids=[1], max_tokens=1)
+                except ConnectionError:
+                    continue
+
+    result = _result(run_case(Insists, CASE))
+
+    assert result.hung
+    assert "the virtual deadline of 500 s passed" in str(result.error)

@@ -1,0 +1,90 @@
+"""Loading: a weight update that says it is done has brought new weights (family ``weights``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollproof.checks import Check, Collector, trace_check
+from rollproof.invariants.fold import Ending
+from rollproof.records import Version
+from rollproof.trace import Admit, Fault, Update, UpdatePhase, Weights
+
+if TYPE_CHECKING:
+    from rollproof.judge import JudgeContext
+
+__all__ = ["CHECKS"]
+
+
+class _Loads(Ending):
+    """Judges the latest update that ended. A stack may load lazily: only a server that served on without loading is blamed."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._held: dict[str, Version] = {}
+        self._loaded_since: set[str] = set()
+        self._ended: Update | None = None
+        self._open = 0
+        self._served: dict[str, Admit] = {}
+        self._excuse: str | None = None
+
+    def on_update(self, event: Update, out: Collector) -> None:
+        """With two updates under way nobody can say whose load is whose: the loads of both count for the last."""
+        if event.phase is UpdatePhase.ASKED:
+            self._conclude(out)
+            if not self._open:
+                self._loaded_since.clear()
+            self._open += 1
+            return
+        self._open -= 1
+        if event.phase is UpdatePhase.ENDED:
+            self._ended = event
+            self._served.clear()
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        if event.loaded:
+            self._held[event.server_id] = event.version
+            self._loaded_since.add(event.server_id)
+
+    def on_admit(self, event: Admit, out: Collector) -> None:
+        if self._ended is not None:
+            self._served.setdefault(event.server_id, event)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if event.what in ("death", "revive", "update-failure"):
+            self._excuse = f"a fault ({event.what}) may explain weights that were not loaded"
+
+    def finish(self, out: Collector) -> None:
+        self._conclude(out)
+
+    def _conclude(self, out: Collector) -> None:
+        """Look at the servers that served after the latest update had ended."""
+        update, self._ended = self._ended, None
+        if update is None:
+            return
+        idle = [server for server in sorted(self._served) if server not in self._loaded_since and self._held.get(server) != update.version]
+        if not idle:
+            out.exercised("updates that ended", int(bool(self._served) or bool(self._loaded_since)))
+        elif self._excuse:
+            out.absent(self._excuse)
+        elif len(idle) == len(self._served):
+            admitted = self._served[idle[0]]
+            out.finding(
+                "an update ended, and no server was given its weights",
+                expected=f"version {update.version} on the servers that serve after update_weights({update.label}) has returned",
+                observed=f"{', '.join(idle)} went on to serve version {self._held.get(idle[0])}; nothing was loaded",
+                where={"version": update.version, "server": idle[0], "call": admitted.call_id, "index": admitted.index},
+                hint="The policy that samples stays behind the one that is trained, whatever its tag says: look for a condition under "
+                "which the transfer is skipped (verl #4248: free_cache_engine=False skipped every weight sync).",
+            )
+
+
+CHECKS: tuple[Check, ...] = (
+    trace_check(
+        "weights.update-loads",
+        promise="A weight update that has ended has brought its weights to the servers.",
+        needs="Update events, and the Weights and Admit events of the servers",
+        exercised_by="updates that ended",
+    )(_Loads),
+)
+"""The checks of this module."""
