@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from rollproof.suites import BatchConformance as BatchConformance
     from rollproof.suites import RolloutConformance as RolloutConformance
     from rollproof.suites import conformance as conformance
+    from rollproof.trace import PauseMode as PauseMode
     from rollproof.trace import Trace as Trace
 
 # A name here must not be that of a submodule: importing the submodule would put the module in the name's place.
@@ -83,7 +84,7 @@ _HOMES = {
     "report": ("Report",),
     "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
     "suites": ("BatchConformance", "RolloutConformance", "conformance"),
-    "trace": ("Trace",),
+    "trace": ("PauseMode", "Trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -109,6 +110,7 @@ __all__ = [
     "Finding",
     "FinishReason",
     "Fleet",
+    "PauseMode",
     "Recording",
     "ReplaySubject",
     "Report",

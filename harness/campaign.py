@@ -28,6 +28,7 @@ from rollproof.schedules import profile_named, random_cases, small_scope
 from rollproof.shrink import shrink
 from rollproof.subjects import SubjectFactory
 from rollproof.trace import PauseMode, Trace
+from rollproof.witnesses import drop_witnesses, write_witness
 
 __all__ = ["Campaign", "cases_for", "merge_reports", "run_conformance"]
 
@@ -45,6 +46,7 @@ def run_conformance(
     expected: Mapping[str, str] | None = None,
     progress: Callable[[Progress], None] | None = None,
     witness_dir: Path | None = None,
+    keep_witnesses: Iterable[str] = (),
     recipe: Mapping[str, Any] | None = None,
     canary: bool = True,
 ) -> Report:
@@ -52,7 +54,8 @@ def run_conformance(
 
     ``only`` selects checks by id or family, ``checks`` adds some of your own, ``flavours`` restricts the engine flavours (default: all
     whose conventions fit the subject's contract), ``cases`` replaces the profile's schedules. ``expected`` maps ids of
-    checks that are known to fail to the reason: they run without shrinking. Counterexamples go to ``witness_dir``.
+    checks that are known to fail to the reason: they run without shrinking. Counterexamples go to ``witness_dir``;
+    those of an earlier run whose checks now pass are deleted, but for the checks of ``keep_witnesses``.
     Raises ``UsageError`` for an unknown profile, check or flavour and ``SubjectError`` for a subject that cannot be run.
     """
     start = time.perf_counter()
@@ -74,6 +77,9 @@ def run_conformance(
             progress(Progress(done=i, total=len(todo), what=f"{campaign.name} on {case.flavour}"))
         campaign.run(case)
     results = campaign.conclude(progress)
+    if witness_dir is not None:
+        passed = [result.id for result in results if result.verdict is Verdict.PASS]
+        drop_witnesses(witness_dir, set(passed).difference(keep_witnesses), subject=campaign.name)
     return Report(
         subject=campaign.name,
         profile=profile,
@@ -191,14 +197,7 @@ class Campaign:
         return replace(result, findings=tuple(replace(finding, witness=witness) for finding in shown))
 
     def _write(self, check_id: str, trace: Trace) -> str | None:
-        if self.witness_dir is None:
-            return None
-        from rollproof.store import dump_trace
-
-        self.witness_dir.mkdir(parents=True, exist_ok=True)
-        path = self.witness_dir / f"{check_id}.json"
-        dump_trace(trace, path)
-        return str(path)
+        return None if self.witness_dir is None else str(write_witness(self.witness_dir, check_id, trace))
 
     def _trace(self, case: Case) -> Trace:
         return run_case(self.factory, case, name=self.name, profile=self.profile, recipe=self.recipe)

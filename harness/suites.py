@@ -35,7 +35,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suite:
-    """A subject and how to run it; ``None`` means: as the session's options say."""
+    """A subject and how to run it; ``None`` means: as the session's options say.
+
+    ``module`` is where the subject, or the class that makes it, is defined: others may define one of the same name.
+    """
 
     factory: SubjectFactory | None = None
     name: str | None = None
@@ -45,6 +48,7 @@ class Suite:
     flavours: tuple[str, ...] | None = None
     expected: Mapping[str, str] | None = None
     batches: bool = False
+    module: str = ""
 
 
 def conformance(
@@ -79,6 +83,7 @@ def conformance(
         flavours=None if flavours is None else tuple(flavours),
         expected=expected,
         batches=isinstance(factory, type) and hasattr(factory, "collate"),
+        module=str(getattr(factory, "__module__", "")),
     )
     _check_profile(profile)
     _checked(tuple(expected or ()), families=False)
@@ -251,7 +256,7 @@ def _report(state: State, suite: Suite, config: pytest.Config) -> Report:
     seed = suite.seed if suite.seed is not None else seed_of(state, profile)
     assert suite.factory is not None
     name = suite.name or str(getattr(suite.factory, "__qualname__", type(suite.factory).__name__))
-    key = f"{getattr(suite.factory, '__module__', '')}:{name}:{profile}:{seed}:{suite.only}:{suite.flavours}"
+    key = f"{suite.module}:{name}:{profile}:{seed}:{suite.only}:{suite.flavours}"
     if key not in state.cache:
         state.cache[key] = _run(state, suite, name, profile, seed, config)
         if isinstance(state.cache[key], Report):
@@ -274,6 +279,7 @@ def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config:
     assert suite.factory is not None
     only = suite.only or state.settings.only
     expected = {**(suite.expected or {}), **(listed.reasons(name) if listed else {})}
+    folder = config.rootpath / ".rollproof" / worker / folder_name(f"{suite.module}.{name}")
     try:
         if suite.batches:
             return judge_batches(suite.factory, name=name, seed=seed, only=only, expected=expected)
@@ -286,10 +292,17 @@ def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config:
             flavours=suite.flavours,
             expected=expected,
             recipe=_recipe(suite.factory),
-            witness_dir=config.rootpath / ".rollproof" / worker / folder_name(name),
+            witness_dir=folder,
+            keep_witnesses=_written(state, folder),
         )
     except Exception as error:  # noqa: BLE001 - raised again for the first item
         return error
+
+
+def _written(state: State, folder: Path) -> set[str]:
+    """The checks whose counterexamples another run of this session wrote there: one subject may be run in several ways."""
+    checks = [check for report in state.reports.values() for check in report["checks"]]
+    return {check["id"] for check in checks for finding in check["findings"] if Path(finding["witness"] or "").parent == folder}
 
 
 def _suite(function: Any, cls: type | None) -> Suite | None:
@@ -310,6 +323,7 @@ def _suite(function: Any, cls: type | None) -> Suite | None:
         flavours=cls.flavours,
         expected=cls.expected,
         batches=cls._batches,
+        module=cls.__module__,
     )
 
 

@@ -24,7 +24,9 @@ class MyClient:
         while reason == "abort" and left != 0:
             server, tries = self.servers[tries % len(self.servers)], tries + 1
             try:
-                out = await server.generate(prompt_ids=[*request.prompt_ids, *ids], max_tokens=left, media=request.media)
+                out = await server.generate(
+                    prompt_ids=[*request.prompt_ids, *ids], max_tokens=left, sampling=request.sampling, media=request.media
+                )
             except ConnectionError:
                 await asyncio.sleep(1)
                 continue

@@ -102,7 +102,7 @@ def _judge(target: Target, settings: Settings, progress: Callable[[Progress], No
         cases=target.cases(settings.profile, settings.seed) if own and target.cases is not None else None,
         expected=expected,
         progress=progress,
-        witness_dir=settings.witness_dir / folder_name(target.name),
+        witness_dir=settings.witness_dir / folder_name(target.folder),
         recipe=target.recipe,
     )
 

@@ -38,6 +38,11 @@ class Target:
     cases: Callable[[str, int | None], Iterable[Case]] | None = None
     batches: bool = False
 
+    @property
+    def folder(self) -> str:
+        """What its counterexamples are kept under: with the module, where one of another module may have the same name."""
+        return str(self.recipe.get("subject", self.name)).replace(":", ".")
+
 
 def references() -> list[Target]:
     """The reference resume managers that rollproof ships, and its reference conversion into batches."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -63,6 +64,26 @@ def test_a_fault_is_found_shrunk_and_written(tmp_path: Path) -> None:
     assert (1, 1, 1) == (len(case.requests), len(case.actions), case.servers)
     assert "routes.rows" in judge(witness).failed
     assert {str(tmp_path / "routes.rows.json")} == {finding.witness for finding in failed["routes.rows"].findings}
+
+
+def test_the_counterexamples_of_what_passes_now_are_deleted(tmp_path: Path) -> None:
+    """A fixed check leaves no counterexample behind; a file that rollproof did not write, or of another subject, stays."""
+    run_conformance(Concatenates, name="mine", cases=[_case(2)], only=["routes.rows"], witness_dir=tmp_path)
+    witness = tmp_path / "routes.rows.json"
+    shutil.copy(witness, tmp_path / "kept.json")
+    (tmp_path / "stitch.tokens.json").write_text("{}", encoding="utf-8")
+
+    def again(name: str, keep: tuple[str, ...] = ()) -> None:
+        run_conformance(
+            AsSampled, name=name, cases=[_case(2)], only=["routes.rows", "stitch.tokens"], witness_dir=tmp_path, keep_witnesses=keep
+        )
+
+    again("another")
+    assert witness.exists()
+    again("mine", ("routes.rows",))
+    assert witness.exists()
+    again("mine")
+    assert {"kept.json", "stitch.tokens.json"} == {path.name for path in tmp_path.iterdir()}
 
 
 def test_an_expected_failure_is_counted_apart() -> None:

@@ -110,7 +110,7 @@ def test_verify_shows_and_keeps_the_counterexample(capsys: pytest.CaptureFixture
     """Exit code 1, a finding in words, and a file that `rollproof replay` reproduces, judges fixed, and can take another subject for."""
     arguments = ["verify", "--subject", CONCAT, "--only", "routes.rows"]
     text = told(capsys, *arguments, code=ExitCode.FAIL)
-    witness = ".rollproof/Concat/routes.rows.json"
+    witness = f".rollproof/{CONCAT.replace(':', '.')}/routes.rows.json"
 
     assert "FAIL  routes.rows" in text
     assert f"rollproof replay {witness}" in text
@@ -166,6 +166,8 @@ def test_checks_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(default_registry().ids) == [check["id"] for check in json.loads(captured.out)["checks"]]
     assert all(check_id in captured.err for check_id in default_registry().ids)
     assert "exercised by" in told(capsys, "checks", "routes.rows", code=0)
+    assert 2 == told(capsys, "checks", "routes.rows", "stitch.tokens", code=0).count("exercised by")
+    assert "exercised by" not in told(capsys, "checks", "routes", code=0)
 
 
 def test_doctor_runs_a_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +209,7 @@ def test_one_unreadable_trace_does_not_hide_the_others(capsys: pytest.CaptureFix
     (tmp_path / "junk.arrow").write_bytes(os.urandom(4096))
     text = told(capsys, "check", "good.json", "junk.arrow", "--only", "stitch.tokens", code=ExitCode.USAGE)
 
-    assert "1 checks: 1 pass" in text
+    assert "1 check: 1 pass" in text
     assert "junk.arrow is not a rollproof trace" in text
 
 

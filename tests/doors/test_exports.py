@@ -31,6 +31,7 @@ PUBLIC = {
     "Finding",
     "FinishReason",
     "Fleet",
+    "PauseMode",
     "Recording",
     "ReplaySubject",
     "Report",

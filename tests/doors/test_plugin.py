@@ -146,7 +146,7 @@ def test_options_reach_the_run(fake_runs: pytest.Pytester) -> None:
     result = fake_runs.runpytest_inprocess("--rollproof-profile=nightly", "--rollproof-only=stitch.a", "--rollproof-only=routes.d")
 
     result.assert_outcomes(passed=2)
-    assert ["MyStack nightly 5 stitch.a,routes.d MyStack"] == runs(fake_runs)
+    assert ["MyStack nightly 5 stitch.a,routes.d test_options_reach_the_run.MyStack"] == runs(fake_runs)
 
 
 def test_the_marker_overrides_the_options(fake_runs: pytest.Pytester) -> None:
@@ -155,7 +155,7 @@ def test_the_marker_overrides_the_options(fake_runs: pytest.Pytester) -> None:
     fake_runs.makepyfile(marked + "\ndef test_other(): pass\n")
 
     fake_runs.runpytest_inprocess("-m", "rollproof", "--rollproof-seed=3").assert_outcomes(passed=4, deselected=1)
-    assert ["MyStack pr 9  MyStack"] == runs(fake_runs)
+    assert ["MyStack pr 9  test_the_marker_overrides_the_options.MyStack"] == runs(fake_runs)
 
 
 def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:

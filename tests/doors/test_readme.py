@@ -14,6 +14,13 @@ def blocks(kind: str) -> list[str]:
     return [part.partition("```")[0] for part in text.split(f"```{kind}\n")[1:]]
 
 
+def run_example(pytester: pytest.Pytester, *files: str) -> pytest.RunResult:
+    """pytest's result for some files of docs/example."""
+    for file in files:
+        shutil.copy(ROOT / "docs" / "example" / file, pytester.path)
+    return pytester.runpytest_subprocess("-q")
+
+
 def test_the_readme_shows_the_example_as_it_is() -> None:
     """The code of the README is the file of docs/example."""
     assert (ROOT / "docs" / "example" / "test_my_stack.py").read_text(encoding="utf-8") == blocks("python")[0]
@@ -29,11 +36,17 @@ def test_the_readme_has_the_test_command_that_ci_runs() -> None:
 
 def test_the_example_fails_as_the_readme_says(pytester: pytest.Pytester) -> None:
     """Run as a user would, the example's fault is found with the finding that the README shows, and nothing else fails."""
-    for file in (ROOT / "docs" / "example").glob("*.py"):
-        shutil.copy(file, pytester.path)
-    result = pytester.runpytest_subprocess("-q")
+    result = run_example(pytester, "test_my_stack.py", "my_client.py")
     shown = blocks("console")[1].splitlines()
     finding = shown[: next(i for i, line in enumerate(shown) if "witness" in line)]
 
     assert finding[1:] == result.outlines[(start := result.outlines.index(finding[1])) : start + len(finding) - 1]
     assert 1 == result.parseoutcomes()["failed"]
+
+
+def test_the_tagged_example_is_green(pytester: pytest.Pytester) -> None:
+    """The example that appends only what is missing, and tags its samples, passes with both ways to show versions."""
+    result = run_example(pytester, "test_my_tagged_stack.py", "my_tagged_client.py")
+
+    assert pytest.ExitCode.OK == result.ret
+    assert 100 < result.parseoutcomes()["passed"]
