@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that say what the registries say: checks, contract, options, known bugs.
+"""Writes the pages of docs/ that say what the code says: checks, contract, options, known bugs, the API.
 
 ``python docs/generate.py --write`` writes them; ``--check`` (the default) exits with 1 where a page differs from what it would write.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from api_page import api_page
 from typer.main import get_command
 
 import rollproof.contract
@@ -142,7 +143,7 @@ def _members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
             yield str(statement.value.value), text
 
 
-PAGES = {"checks.md": checks_page, "contract.md": contract_page, "known-bugs.md": bugs_page, "options.md": options_page}
+PAGES = {"api.md": api_page, "checks.md": checks_page, "contract.md": contract_page, "known-bugs.md": bugs_page, "options.md": options_page}
 
 
 def _text(lines: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ def blocks(kind: str) -> list[str]:
 
 
 def run_example(pytester: pytest.Pytester, *files: str) -> pytest.RunResult:
-    """pytest's result for some files of docs/example."""
+    """What pytest says of some files of docs/example."""
     for file in files:
         shutil.copy(ROOT / "docs" / "example" / file, pytester.path)
     return pytester.runpytest_subprocess("-q")
@@ -28,7 +28,7 @@ def test_the_readme_shows_the_example_as_it_is() -> None:
 
 def test_the_readme_has_the_test_command_that_ci_runs() -> None:
     """Both commands set themselves up, and CI starts from the second one."""
-    verify, cpu = blocks("console")[0].splitlines()
+    verify, cpu = blocks("console")[1].splitlines()
 
     assert verify.endswith("pip install -q nox && .venv/bin/nox -s verify")
     assert f"{cpu} lint types docs\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def test_the_readme_has_the_test_command_that_ci_runs() -> None:
 def test_the_example_fails_as_the_readme_says(pytester: pytest.Pytester) -> None:
     """Run as a user would, the example's fault is found with the finding that the README shows, and nothing else fails."""
     result = run_example(pytester, "test_my_stack.py", "my_client.py")
-    shown = blocks("console")[1].splitlines()
+    shown = blocks("console")[0].splitlines()
     finding = shown[: next(i for i, line in enumerate(shown) if "witness" in line)]
 
     assert finding[1:] == result.outlines[(start := result.outlines.index(finding[1])) : start + len(finding) - 1]
