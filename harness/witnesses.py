@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from rollproof.errors import TraceError, UsageError
@@ -32,7 +33,7 @@ def drop_witnesses(folder: Path, check_ids: Iterable[str], *, subject: str) -> N
     for path in (_path(folder, check_id) for check_id in sorted(check_ids)):
         if _is_witness(path, subject):
             path.unlink(missing_ok=True)
-    if not any(folder.iterdir()):
+    with suppress(OSError):  # it is not empty
         folder.rmdir()
 
 

@@ -139,6 +139,15 @@ def test_a_subclass_is_a_suite_too(fake_runs: pytest.Pytester) -> None:
     assert ["TestByClass", "TestByFunction", "TestByMethod"] == [line.split()[0] for line in runs(fake_runs)]
 
 
+def test_subjects_of_one_name_in_two_modules_are_two(fake_runs: pytest.Pytester) -> None:
+    """Each is run for itself, and keeps its counterexamples in a folder of its own."""
+    text = "import rollproof\nclass TestStack(rollproof.RolloutConformance):\n    def subject(self): return object()\n"
+    fake_runs.makepyfile(test_one=text, test_two=text)
+
+    fake_runs.runpytest_inprocess().assert_outcomes(passed=8)
+    assert ["test_one.TestStack", "test_two.TestStack"] == [line.split()[-1] for line in runs(fake_runs)]
+
+
 def test_options_reach_the_run(fake_runs: pytest.Pytester) -> None:
     """Command line wins over ini file; only= selects which items exist."""
     fake_runs.makeini("[pytest]\nrollproof_profile = soak\nrollproof_seed = 5\nrollproof_only = routes\n")

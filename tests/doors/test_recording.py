@@ -109,6 +109,19 @@ def test_a_correct_client_passes() -> None:
     assert trace.report.canary.red
 
 
+def test_nothing_is_planted_where_nothing_is_clean() -> None:
+    """The canary of a run whose checks for it fail already says what to do first."""
+    with pytest.raises(ConformanceError):
+        with rollproof.record(CONTRACT, only=["routes.rows"]) as trace:
+            wired(trace, Client(Engine(), repeat_rows=True), [1, 2, 3])([1, 2, 3])
+
+    assert trace.report.canary is not None
+    assert (None, "every trace of this run already has findings: fix them first") == (
+        trace.report.canary.planted,
+        trace.report.canary.reason,
+    )
+
+
 def test_a_faulty_client_raises_with_the_findings() -> None:
     """The block ends with an AssertionError whose text has the finding; the return value reached the test before."""
     with pytest.raises(ConformanceError, match=r"my test: \d+ checks: .*\n  FAIL  routes\.rows") as error:
