@@ -146,6 +146,7 @@ class FakeEngine:
         ended before it was complete returns all the same, and is not recorded: the server admits, or drains for another pause.
         """
         self._refuse_dead()
+        mode = PauseMode(mode)
         self._pause, resumes = mode, self._resumes
         if mode is PauseMode.ABORT:
             await self._end_all(self.in_flight)

@@ -88,8 +88,9 @@ class Fleet:
     @property
     def kv_policy(self) -> KvPolicy:
         """Whether KV of older weights is used after ``sync``: in frozen calls, or through the prefix cache."""
-        frozen = self.pause_mode in (PauseMode.KEEP, PauseMode.IN_PLACE)
-        cleared = self.clear_cache and self.pause_mode is not PauseMode.IN_PLACE
+        mode = PauseMode(self.pause_mode)
+        frozen = mode in (PauseMode.KEEP, PauseMode.IN_PLACE)
+        cleared = self.clear_cache and mode is not PauseMode.IN_PLACE
         return KvPolicy.KEEP if not cleared and (frozen or self.case.engine.prefix_cache) else KvPolicy.RECOMPUTE
 
     def ray_handles(self) -> dict[str, RayHandle]:
@@ -164,7 +165,7 @@ class Fleet:
         true = self._claim(version)
         async with self._lock:
             targets = [server for server in map(self._server, servers or self.servers) if server.alive]
-            mode = self.pause_mode if mode is None else mode
+            mode = PauseMode(self.pause_mode if mode is None else mode)  # a subject may have set its plain name
             clear = self.clear_cache if clear_cache is None else clear_cache
             try:
                 await _each(server.pause(mode, clear) for server in targets)
