@@ -255,9 +255,12 @@ class Fleet:
     def _owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
         """Whose call this is: the task's request, or the one whose prompt is the longest that the call starts with."""
         current = CURRENT_REQUEST.get()
-        if current is not None:
-            return current
+        if any(rid == request.request_id for request in self.case.requests):
+            return rid or ""
         fitting = [request for request in self.case.requests if prompt_ids[: len(request.prompt_ids)] == request.prompt_ids]
+        if current is not None and (not fitting or any(request.request_id == current for request in fitting)):
+            return current
+        # a worker that serves several rollouts runs in the context of the one that started it: there the prompt decides
         if not fitting:
             return ""
         longest = max(len(request.prompt_ids) for request in fitting)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollproof.checks import Registry
+from rollproof.checks import Registry, Verdict
 from rollproof.judge import Tally, judge_events
 from rollproof.records import Rollout
 from rollproof.report import Canary
@@ -68,25 +68,32 @@ def try_canary(clean: Iterable[Trace], registry: Registry) -> Canary:
     for plant in plants():
         if plant.check_id not in registry.ids:
             continue
+        alone = Registry([registry[plant.check_id]])
+        tried = False
         for trace in traces:
-            spoiled = _spoil(trace, plant)
-            if spoiled is None or registry[plant.check_id].inapplicable(trace.header.contract):
-                continue
-            tally = Tally(Registry([registry[plant.check_id]]))
-            judge_events(spoiled.header, spoiled.events, tally)
-            red = plant.check_id in tally.found()
-            reason = "" if red else f"{plant.check_id} did not see it: this run cannot be trusted; please report it"
-            return Canary(planted=plant.what, expected_by=plant.check_id, red=red, reason=reason)
+            if _verdict(trace, alone) is not Verdict.PASS:
+                continue  # where the check decides nothing (a death took the reference away) it cannot see a fault either
+            for spoiled in _spoiled(trace, plant):
+                tried = True
+                if _verdict(spoiled, alone) is Verdict.FAIL:
+                    return Canary(planted=plant.what, expected_by=plant.check_id, red=True)
+        if tried:
+            reason = f"{plant.check_id} did not see it: this run cannot be trusted; please report it"
+            return Canary(planted=plant.what, expected_by=plant.check_id, red=False, reason=reason)
     reason = "no clean trace of this run was fit for planting a fault" if traces else NONE_CLEAN
     return Canary(planted=None, expected_by=None, red=False, reason=reason)
 
 
-def _spoil(trace: Trace, plant: Plant) -> Trace | None:
-    events = list(trace.events)
-    for i, event in enumerate(events):
+def _verdict(trace: Trace, alone: Registry) -> Verdict:
+    tally = Tally(alone)
+    judge_events(trace.header, trace.events, tally)
+    return tally.judgement().results[0].verdict
+
+
+def _spoiled(trace: Trace, plant: Plant) -> Iterator[Trace]:
+    """The trace with the fault in one of its samples, one sample after the other."""
+    for i, event in enumerate(trace.events):
         if isinstance(event, Result) and event.rollout is not None:
             spoiled = plant.spoil(event.rollout)
             if spoiled is not None:
-                events[i] = replace(event, rollout=spoiled)
-                return replace(trace, events=tuple(events))
-    return None
+                yield replace(trace, events=(*trace.events[:i], replace(event, rollout=spoiled), *trace.events[i + 1 :]))

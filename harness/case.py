@@ -135,8 +135,12 @@ class Case:
             raise CaseError("Two requests of a case share a prompt: give them the same group, or different prompts.")
         if self.arrivals and len(self.arrivals) != len(names):
             raise CaseError(f"{len(names)} requests need {len(names)} arrivals, not {len(self.arrivals)}.")
-        if self.servers < 1:
-            raise CaseError(f"servers={self.servers} must be at least 1.")
+        if not _whole(self.servers, 1, 256):
+            raise CaseError(f"servers={self.servers!r} must be a whole number from 1 to 256.")
+        sizes = {"max_batch": self.engine.max_batch, "prefill_chunk": self.engine.prefill_chunk, "kv_tokens": self.engine.kv_tokens}
+        wrong = [f"engine.{name}={value!r}" for name, value in sizes.items() if value is not None and not _whole(value, 1, 1 << 31)]
+        if wrong or not isinstance(self.engine.step, int | float):
+            raise CaseError(f"{', '.join(wrong) or f'engine.step={self.engine.step!r}'} must be a whole number of at least 1.")
         stray = sorted({action.when.request for action in self.actions} - set(names))
         if stray:
             raise CaseError(f"Actions are triggered by requests {stray} that the case does not have.")
@@ -164,6 +168,10 @@ class Case:
             if isinstance(error, CaseError):
                 raise
             raise CaseError(f"This is not a case: {error}.") from error
+
+
+def _whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 @lru_cache(maxsize=16)

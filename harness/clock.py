@@ -47,6 +47,10 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._jumps_left = math.inf if jumps is None else jumps
         self._clock_resolution = 1e-9
 
+    def bound(self, jumps: int) -> None:
+        """Let time pass so many times more, and then no further."""
+        self._jumps_left = jumps
+
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._now
@@ -184,6 +188,7 @@ def _cancel_all(loop: VirtualLoop) -> None:
     for task in left:
         task.cancel()
     if left:
+        loop.bound(1_000)
         loop.set_exception_handler(lambda _loop, _context: None)
         try:
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))

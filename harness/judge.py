@@ -22,6 +22,7 @@ __all__ = ["Judge", "JudgeContext", "Judgement", "Tally", "judge", "judge_events
 
 _NEIGHBOURS = 16
 _PLANS = 256
+HEDGED = "calls of one prompt overlapped (hedging): which answer the stack used cannot be told"
 _KINDS = tuple(EVENT_KINDS.values())
 _Reader: TypeAlias = "Callable[[Any, Any, Collector], None]"
 _Plan: TypeAlias = "tuple[list[tuple[RequestJudge, Collector]], list[tuple[TraceJudge, Collector]], list[Collector]]"
@@ -217,7 +218,11 @@ class Judge:
     def _close(self, view: RequestView) -> None:
         view.settle()
         view.neighbours = [*self._ended, *(other for other in list(self.context.open.values())[:_NEIGHBOURS] if other is not view)]
+        hedged = view.hedged
         for check, collector in self._requests:
+            if hedged:
+                collector.absent(HEDGED)
+                continue
             try:
                 check(view, collector)
             except Exception as error:  # noqa: BLE001 - as above

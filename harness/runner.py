@@ -22,6 +22,8 @@ from rollproof.trace import Event, Gauge, Header, Recorder, Result, Submit, Trac
 
 __all__ = ["idle_contracts", "run_case"]
 
+_THEIRS = (Exception, asyncio.CancelledError, GeneratorExit, SystemExit)
+"""What a subject's code may raise; a ``KeyboardInterrupt`` is the user's own."""
 _JUMPS = 100_000
 """How often time may pass in one case: ten times what polling once a second up to the deadline needs."""
 _METHODS = ("start", "rollout", "update_weights", "to_record", "stop")
@@ -91,6 +93,7 @@ class _Run:
     fleet: Fleet = field(init=False)
     recorder: Recorder = field(init=False)
     subject: Any = field(init=False, default=None)
+    started: bool = field(init=False, default=False)
 
     @property
     def contract(self) -> Contract:
@@ -104,14 +107,25 @@ class _Run:
         self.recorder = Recorder(asyncio.get_running_loop().time)
         self.fleet = Fleet(self.case, self.recorder)
         self.subject = self._make()
-        await _call(self.subject, "start", self.fleet)
+        await self._bounded("start", self.fleet)
         assert self.contract
         self.fleet.set_updater(self._update)
+        self.started = True
 
     async def idle(self) -> None:
         """Start and stop."""
         await self.start()
-        await _call(self.subject, "stop")
+        await self._bounded("stop")
+
+    async def _bounded(self, method: str, *args: Any) -> None:
+        """``start`` or ``stop``, up to the case's deadline."""
+        try:
+            async with asyncio.timeout(self.case.deadline):
+                await _call(self.subject, method, *args)
+        except TimeoutError:
+            raise SubjectError(
+                f"{_name_of(self.factory)}: `{method}` never ended: the virtual deadline of {self.case.deadline:g} s passed."
+            ) from None
 
     async def main(self) -> None:
         """The whole run."""
@@ -134,9 +148,10 @@ class _Run:
 
     def stalled(self, why: str) -> None:
         """The loop cannot go on: every rollout that has not ended hangs."""
-        if self.subject is None or not hasattr(self, "fleet"):
+        if not self.started:
             raise SubjectError(f"{_name_of(self.factory)}: `start` never ended: {why}.")
-        for request_id in list(self.pending):
+        submitted = {event.request.request_id for event in self.recorder.events if isinstance(event, Submit)}
+        for request_id in [name for name in self.pending if name in submitted]:
             self._hung(request_id, why)
 
     def finished_events(self) -> tuple[Event, ...]:
@@ -153,7 +168,7 @@ class _Run:
             subject = self.factory()
         except RollproofError:
             raise
-        except Exception as error:  # whatever a user's constructor raises, told in our words
+        except _THEIRS as error:  # whatever a user's constructor raises, told in our words
             raise SubjectError(f"{_name_of(self.factory)} could not be made: {type(error).__name__}: {error}.") from error
         missing = [name for name in _METHODS if not callable(getattr(subject, name, None))]
         if missing:
@@ -175,7 +190,11 @@ class _Run:
             native = await _maybe(self.subject.rollout(asked))
         except RollproofError:
             raise
-        except Exception as error:  # noqa: BLE001 - what the stack raises is an outcome to be judged
+        except SystemExit as error:
+            raise SubjectError(f"{_name_of(self.factory)}.rollout ends the process (SystemExit {error.code!r}): let it raise.") from error
+        except (Exception, asyncio.CancelledError, GeneratorExit) as error:  # what the stack raises is an outcome to be judged
+            if isinstance(error, asyncio.CancelledError) and _cancelled_by_us():
+                raise
             _refuse_own_loop(error, self.factory)
             self._end(request, error=f"{type(error).__name__}: {error}", watch=watch)
             return
@@ -197,7 +216,7 @@ class _Run:
             rollout = await _maybe(self.subject.to_record(native))
         except RollproofError:
             raise
-        except Exception as error:  # the adapter is the user's own code: tell which method failed on what
+        except _THEIRS as error:  # the adapter is the user's own code: tell which method failed on what
             raise SubjectError(
                 f"{_name_of(self.factory)}.to_record raised {type(error).__name__}: {error} on {type(native).__name__}."
             ) from error
@@ -217,7 +236,7 @@ class _Run:
 
     async def _wind_down(self) -> None:
         await self.fleet.settle()
-        await _call(self.subject, "stop")
+        await self._bounded("stop")
         await asyncio.sleep(0)
         await self.fleet.settle()
         self._gauge("end")
@@ -236,10 +255,14 @@ class _Run:
     def _gauge(self, phase: str) -> None:
         gauges = dict(self.fleet.gauges())
         own: Any = getattr(self.subject, "gauges", None)
-        if own is not None:
-            gauges.update(own())
-        for name, value in sorted(gauges.items()):
-            self.recorder.record(Gauge(name=name, value=float(value), phase=phase))
+        try:
+            if own is not None:
+                gauges.update(own())
+            read = [(str(name), float(value)) for name, value in sorted(gauges.items())]
+        except _THEIRS as error:
+            raise SubjectError(f"{_name_of(self.factory)}.gauges raised {type(error).__name__}: {error}.") from error
+        for name, value in read:
+            self.recorder.record(Gauge(name=name, value=value, phase=phase))
 
 
 async def _maybe(value: Any) -> Any:
@@ -251,13 +274,22 @@ async def _call(subject: RolloutSubject, method: str, *args: Any) -> None:
         await _maybe(getattr(subject, method)(*args))
     except (RollproofError, clock.Stalled):
         raise
-    except Exception as error:  # told in our words: which method, on what
+    except _THEIRS as error:  # told in our words: which method, on what
+        if isinstance(error, asyncio.CancelledError) and _cancelled_by_us():
+            raise
         raise SubjectError(f"{type(subject).__name__}.{method} raised {type(error).__name__}: {error}.") from error
 
 
-def _refuse_own_loop(error: Exception, factory: SubjectFactory) -> None:
+def _cancelled_by_us() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _refuse_own_loop(error: BaseException, factory: SubjectFactory) -> None:
     text = str(error)
-    if isinstance(error, RuntimeError) and ("cannot be called from a running event loop" in text or "already running" in text):
+    if isinstance(error, RuntimeError) and (
+        "cannot be called from a running event loop" in text or "already running" in text or "another loop is running" in text
+    ):
         raise SubjectError(
             f"{_name_of(factory)} brings an event loop of its own ({text}) Make `rollout` async so that it runs on rollproof's loop, "
             "or record a real run with `rollproof.record(...)` and judge that."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from rollproof.contract import Contract, Provenance
@@ -150,6 +151,17 @@ class RequestView:
         """The attempts whose replies were received, in order of delivery."""
         got = [attempt for attempt in self.attempts if attempt.consumed is not None]
         return sorted(got, key=lambda attempt: attempt.consumed.index if attempt.consumed else 0)
+
+    @property
+    def hedged(self) -> bool:
+        """Whether two calls of the same prompt overlapped, both unharmed and both answered: which answer was used cannot be told."""
+        sound = [attempt for attempt in self.attempts if attempt.consumed is not None and not attempt.faults]
+        for earlier, later in pairwise(sound):
+            answered = earlier.consumed
+            overlap = answered is not None and earlier.call.index < later.call.index < answered.index
+            if overlap and earlier.call.prompt_ids == later.call.prompt_ids:
+                return True
+        return False
 
     @property
     def resumed(self) -> bool:

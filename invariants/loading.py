@@ -79,7 +79,49 @@ class _Loads(Ending):
             )
 
 
+class _FailsWithReason(Ending):
+    """Judges labelled updates, one at a time, in a fleet in which nothing ever broke. To refuse an update without a label is a choice."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._open = 0
+        self._alone = True
+        self._broken = False
+        self._detail = ""
+
+    def on_update(self, event: Update, out: Collector) -> None:
+        if event.phase is UpdatePhase.ASKED:
+            self._open += 1
+            self._alone = self._open == 1
+            return
+        self._open -= 1
+        if event.label is None or self._broken or not self._alone:
+            return
+        out.exercised("updates while nothing was broken")
+        if event.phase is UpdatePhase.FAILED:
+            out.finding(
+                f"update_weights({event.label}) raised, though nothing was broken",
+                expected="an update that ends: every server was alive, and no transfer failed",
+                observed=self._detail or "it failed",
+                where={"version": event.version, "index": event.index},
+                hint="The error is the stack's own. The policy that samples stays behind the one that is trained.",
+            )
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if event.what == "update-failure" and event.server_id is None:
+            self._detail = event.detail
+        elif event.what in ("death", "revive", "update-failure", "update-hung"):
+            self._broken = True
+
+
 CHECKS: tuple[Check, ...] = (
+    trace_check(
+        "weights.no-failure-without-fault",
+        promise="A labelled weight update fails only where a server or a transfer did.",
+        needs="Update and Fault events",
+        exercised_by="updates while nothing was broken",
+    )(_FailsWithReason),
     trace_check(
         "weights.update-loads",
         promise="A weight update that has ended has brought its weights to the servers.",

@@ -49,6 +49,13 @@ class _OnlyTheLabel(_Procedure):
         server.relabel(version)
 
 
+class _CountsFromOne(AsSampled):
+    async def update_weights(self, version: int | None) -> None:
+        """The server's groups were never made, and the list of them is asked for its first."""
+        groups: list[int] = []
+        await self.fleet.sync(version if version is None else version + groups[0])
+
+
 class _SkipsTheSync(AsSampled):
     async def update_weights(self, version: int | None) -> None:
         """The flag that frees the cache is off, so nothing is done."""
@@ -246,6 +253,14 @@ BUGS: tuple[KnownBug, ...] = (
         cases=(case(_SYNC_AT_3, partial=False),),
         kills=("weights.one-version-per-sample",),
         also=("weights.no-stale-cache",),
+    ),
+    KnownBug(
+        id="update-raises",
+        summary="Every update ends in an error of the stack's own, which nobody looks at.",
+        refs=("cf. verl#7611",),
+        make=_CountsFromOne,
+        cases=(_FOLLOWED,),
+        kills=("weights.no-failure-without-fault",),
     ),
     KnownBug(
         id="sync-skipped",

@@ -163,7 +163,7 @@ def test_every_canary_is_red_on_its_own(plant: Any) -> None:
 
 def test_a_canary_that_nobody_sees_is_told() -> None:
     """A check that went blind makes the run untrustworthy, and the report says so."""
-    blind = request_check("routes.rows", promise="p", needs="n", exercised_by="samples")(lambda view, out: None)
+    blind = request_check("routes.rows", promise="p", needs="n", exercised_by="samples")(lambda view, out: out.exercised("samples"))
     canary = try_canary([run_case(AsSampled, _case(2))], Registry([blind]))
 
     assert not canary.red

@@ -263,3 +263,41 @@ def test_a_retry_without_a_pause_cannot_outrun_the_clock() -> None:
 
     assert result.hung
     assert "the virtual deadline of 500 s passed" in str(result.error)
+
+
+@pytest.mark.parametrize("method", ["start", "stop"])
+def test_a_start_or_stop_that_never_ends_is_told(method: str) -> None:
+    """Both are bounded by the virtual deadline, whether they poll or wait for nothing."""
+
+    async def polls(self: AsSampled, *_args: Any) -> None:
+        if method == "stop" or not hasattr(self, "fleet"):
+            while True:  # noqa: ASYNC110 - polling for ever is what is tested
+                await asyncio.sleep(0.1)
+
+    polling = type("Polling", (AsSampled,), {method: polls})
+
+    with pytest.raises(SubjectError, match=f"`{method}` never ended: the virtual deadline of 500 s passed"):
+        run_case(polling, CASE)
+
+
+@pytest.mark.parametrize("place", ["start", "rollout", "to_record", "stop"])
+def test_a_subject_that_exits_is_refused(place: str) -> None:
+    """``sys.exit(0)`` in a user's code must not end a run as if it had passed."""
+
+    def exits(*_args: Any) -> None:
+        raise SystemExit(0)
+
+    exiting = type("Exiting", (AsSampled,), {place: exits})
+
+    with pytest.raises(SubjectError, match=rf"{place}.*SystemExit"):
+        run_case(exiting, CASE)
+
+
+def test_a_rollout_that_is_cancelled_within_has_ended_with_an_error() -> None:
+    """A stack that lets its own cancellation through hands over an error."""
+
+    class Cancelled(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            raise asyncio.CancelledError("by the stack")
+
+    assert "CancelledError: by the stack" == _result(run_case(Cancelled, CASE)).error

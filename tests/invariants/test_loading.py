@@ -79,3 +79,31 @@ def test_two_updates_at_once_share_their_loads() -> None:
     teller.weights(1)
     teller.add(_update(UpdatePhase.ENDED, 1), _update(UpdatePhase.ENDED, 2, 2))
     passes(ID, _served(teller), updates_that_ended=1)
+
+
+REASON = "weights.no-failure-without-fault"
+
+
+def test_an_update_that_raises_in_a_sound_fleet_is_found() -> None:
+    """The error is the stack's own, and is quoted."""
+    teller = _fleet().add(_update(UpdatePhase.ASKED)).fault("update-failure", detail="IndexError: list index out of range")
+    finding = finds(REASON, teller.add(_update(UpdatePhase.FAILED)))
+    assert ("update_weights(1) raised, though nothing was broken", "IndexError: list index out of range") == (
+        finding.title,
+        finding.observed,
+    )
+
+
+def test_updates_that_work_pass() -> None:
+    """One labelled update, and it ended."""
+    passes(REASON, _fleet().add(_update(UpdatePhase.ASKED), _update(UpdatePhase.ENDED)), updates_while_nothing_was_broken=1)
+
+
+def test_a_broken_transfer_and_a_refused_label_are_no_findings() -> None:
+    """A server's own failure explains the update's; refusing ``None`` is a choice; of two updates at once one may be turned away."""
+    broken = _fleet().add(_update(UpdatePhase.ASKED)).fault("update-failure", "s0").fault("update-failure")
+    unknown(REASON, broken.add(_update(UpdatePhase.FAILED)), "not exercised")
+    unlabelled = (_update(UpdatePhase.ASKED, label=None), _update(UpdatePhase.FAILED, label=None))
+    unknown(REASON, _fleet().add(*unlabelled), "not exercised")
+    twice = (_update(UpdatePhase.ASKED), _update(UpdatePhase.ASKED, 2, 2), _update(UpdatePhase.FAILED, 2, 2))
+    unknown(REASON, _fleet().add(*twice), "not exercised")
