@@ -309,7 +309,7 @@ FORGED: list[tuple[dict[str, Any], str]] = [
             "body": '{"subject":"x","contract":{"rows":"T","resume":"none","versions":"none","logprobs":"raw",'
             '"abort_surfaces":true,"kv_policy":"keep"}}',
         },
-.*num_layers.* must be declared",
+        "(?s)contract Contract refuses its values: .*num_layers.* must be declared",
     ),
     ({"kind": "header", "body": '{"subject":"x","contract":' + '{"a":' * 50_000}, "nested too deeply"),
     ({"time": float("nan")}, "time is a number too large for a float"),
