@@ -25,7 +25,7 @@ class EngineHooks:
 
     def __init__(self) -> None:
         self._calls = 0
-        self.context = contextvars.copy_context()
+        self.context: contextvars.Context = contextvars.copy_context()
         """Where servers run: they work for nobody in particular, so a caller's context must not reach them."""
 
     def new_call(self) -> int:
@@ -74,11 +74,11 @@ class Batch:
         version: int,
         label: Version,
     ) -> None:
-        self.version = version
+        self.version: int = version
         self.label = label
         self.queue: deque[EngineCall] = deque()
         self.running: dict[int, EngineCall] = {}
-        self.cache = PrefixCache()
+        self.cache: PrefixCache = PrefixCache()
         self._server_id = server_id
         self._policy = policy
         self._flavour = flavour

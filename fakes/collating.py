@@ -38,7 +38,7 @@ class PaddedBatch:
 class Collator:
     """A ``BatchSubject``. Raises ``ValueError`` for samples whose fields have lengths that do not fit each other."""
 
-    contract = Contract(
+    contract: Contract = Contract(
         rows=Rows.FORWARDED,
         resume=ResumeBy.CLIENT,
         versions=Versions.MIN_MAX,
@@ -61,8 +61,8 @@ class Collator:
         """Every sample becomes a row, in order."""
         for sample in samples:
             self.check(sample)
-        self.left = max(len(sample.prompt_ids) for sample in samples)
-        self.width = self.left + max(len(sample.response_ids) for sample in samples)
+        self.left: int = max(len(sample.prompt_ids) for sample in samples)
+        self.width: int = self.left + max(len(sample.response_ids) for sample in samples)
         has_routes = self.has_routes(samples)
         return PaddedBatch(
             ids=tuple(sample.request_id for sample in samples),

@@ -52,8 +52,8 @@ class FakeEngine:
         self.flavour = flavour
         self.options = options
         self.max_length = max_length
-        self.alive = True
-        self.fail_next_load = False
+        self.alive: bool = True
+        self.fail_next_load: bool = False
         self._recorder = recorder
         self._hooks = hooks or EngineHooks()
         self._batch = Batch(server_id, policy, flavour, options, recorder, self._hooks, version, label)

@@ -21,7 +21,7 @@ from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.engine import MAX_LENGTH, FakeEngine
 from rollproof.fakes.failures import ServerDied
 from rollproof.fakes.faults import Schedule, Shot, perform
-from rollproof.fakes.flavours import engine_contract, flavour_named
+from rollproof.fakes.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.ray_face import RayHandle
 from rollproof.records import Version
 from rollproof.trace import Fault, PauseMode, Recorder, Update, UpdatePhase, Weights
@@ -46,12 +46,12 @@ class Fleet:
         self.case = case
         self.recorder = recorder
         _check(case)
-        self.flavour = flavour_named(case.flavour)
-        self.policy = CodedPolicy.from_model(case.model, case.seed)
-        self.pause_mode = case.pause_mode
-        self.clear_cache = case.clear_cache
-        self.schedule = Schedule(case.actions, self._owner, self._fire)
-        self.updates_failed = 0
+        self.flavour: Flavour = flavour_named(case.flavour)
+        self.policy: CodedPolicy = CodedPolicy.from_model(case.model, case.seed)
+        self.pause_mode: PauseMode = case.pause_mode
+        self.clear_cache: bool = case.clear_cache
+        self.schedule: Schedule = Schedule(case.actions, self._owner, self._fire)
+        self.updates_failed: int = 0
         longest = max(len(request.prompt_ids) + (request.budget or 0) + sum(map(len, request.turns)) for request in case.requests)
         self.servers: Mapping[str, FakeEngine] = {
             name: FakeEngine(
@@ -67,7 +67,7 @@ class Fleet:
             )
             for name in (f"s{i}" for i in range(case.servers))
         }
-        self.balancer = Balancer(tuple(self.servers))
+        self.balancer: Balancer = Balancer(tuple(self.servers))
         self._labels = case.first_version
         self._trained = self._claimed = case.first_version
         self._true: dict[int, int] = {}

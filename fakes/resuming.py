@@ -85,7 +85,7 @@ class AsSampled:
     fleet: Fleet
 
     def __init__(self, options: Options | None = None) -> None:
-        self.chosen = options if options is not None else type(self).options
+        self.chosen: Options = options if options is not None else type(self).options
         self._open = 0
 
     # The protocol of a rollout subject

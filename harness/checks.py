@@ -164,15 +164,15 @@ class Collector:
     __slots__ = ("_excuse", "_keep", "check", "counters", "crash", "excused", "findings", "found", "judged", "reasons")
 
     def __init__(self, check: Check, keep: int = 8) -> None:
-        self.check = check
+        self.check: Check = check
         # plain dicts: one collector per check and case is made, and a Counter costs ten times as much
         self.counters: dict[str, int] = {}
         self.findings: list[Finding] = []
-        self.found = 0
+        self.found: int = 0
         self.reasons: dict[str, int] = {}
         self.crash: str | None = None
         self.excused: dict[str, int] = {}
-        self.judged = 0
+        self.judged: int = 0
         self._excuse: str | None = None
         self._keep = keep
 

@@ -258,9 +258,11 @@ class Contract:
             for name in ("abort_surfaces", "loss_mask", "finish_reason", "multi_turn", "multimodal")
             if not isinstance(getattr(self, name), bool)
         ]
-        if self.dtype is not None and not isinstance(self.dtype, str):
+        dtype: object = self.dtype  # what a caller without a type checker may have passed
+        layers: object = self.moe_layers
+        if dtype is not None and not isinstance(dtype, str):
             problems.append(f"dtype={self.dtype!r} must be a numpy name such as 'uint8'.")
-        if self.moe_layers is not None and not isinstance(self.moe_layers, tuple | list):
+        if layers is not None and not isinstance(layers, tuple | list):
             problems.append(f"moe_layers={self.moe_layers!r} must be a tuple of layer indexes.")
         problems += [
             f"{name} must be declared."

@@ -66,7 +66,7 @@ class Tally:
         self._taken: dict[str, Collector] = {}
         self._ruled_out: dict[str, str] = {}
         self._plans: dict[tuple[Contract, str], _Plan] = {}
-        self.traces = 0
+        self.traces: int = 0
 
     def collector(self, check: Check) -> Collector:
         """The running total of one check."""
@@ -126,7 +126,9 @@ class Judge:
     """Takes the events of one trace in order; ``finish`` adds what was found to the tally."""
 
     def __init__(self, header: Header, tally: Tally, oracle: Oracle | None = None) -> None:
-        self.context = JudgeContext(header=header, contract=header.contract, oracle=oracle if oracle is not None else oracle_of(header))
+        self.context: JudgeContext = JudgeContext(
+            header=header, contract=header.contract, oracle=oracle if oracle is not None else oracle_of(header)
+        )
         self._tally = tally
         self._calls: dict[int, tuple[RequestView, Attempt]] = {}
         self._ended: deque[RequestView] = deque(maxlen=_NEIGHBOURS)

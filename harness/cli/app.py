@@ -30,7 +30,7 @@ BROKEN_PIPE = 141
 _Clicked: type[Exception] = typer.BadParameter.__mro__[2]
 """click's exception for everything that is wrong with a command line; newer typers carry a click of their own."""
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="rollproof",
     help="Proves that the rollouts of an LLM reinforcement-learning stack are what its trainer thinks they are.",
     epilog="Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error.",

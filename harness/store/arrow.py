@@ -45,7 +45,7 @@ class TraceWriter:
         batch_bytes: int = BATCH_BYTES,
         batch_events: int = BATCH_EVENTS,
     ) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._limits = (batch_bytes, batch_events)
         self._rows = Rows()
         self._file = open_file(self.path, mode)
@@ -159,7 +159,7 @@ class TraceReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self.ending: Ending | None = None
         rows = self._rows()
         first = next(rows, None)

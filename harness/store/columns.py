@@ -88,7 +88,7 @@ class Rows:
     """Rows that wait to be written. ``size`` is about their bytes."""
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size: int = 0
         self._heads: list[tuple[int, str, int, float, str]] = []
         self._asides: list[_Aside] = []
 

@@ -67,7 +67,7 @@ class JsonTrace:
     """A trace in JSON form with the face of a ``TraceReader``: one episode, held in memory. Raises as ``load_trace``."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self.ending: Ending | None = None
         self._trace = load_trace(path)
 

@@ -82,7 +82,7 @@ class Stream:
         self._file = file
         self._end = os.fstat(file.fileno()).st_size
         self._closed = False
-        self.offset = self._read_schema()
+        self.offset: int = self._read_schema()
 
     @property
     def ending(self) -> Ending:

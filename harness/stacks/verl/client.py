@@ -44,7 +44,7 @@ class VerlHost:
         self.response_of = response_of
         self._responses = {request.request_id: response_of(request) for request in fleet.case.requests}
         self.servers: dict[str, VerlServer] = servers_of(fleet, verl, self._lengths)
-        self.balancer = verl.balancer({name: RayHandle(server) for name, server in self.servers.items()})
+        self.balancer: Any = verl.balancer({name: RayHandle(server) for name, server in self.servers.items()})
         self._handle = RayHandle(self.balancer)
         self._clients: dict[int | None, Any] = {}
         self._configs: dict[int | None, Any] = {}

@@ -28,7 +28,7 @@ class IdTokenizer:
     pad_token_id = PAD_ID
 
     def __init__(self, turns: Sequence[tuple[int, ...]] = (), eos_token_id: int = 0) -> None:
-        self.turns = [tuple(turn) for turn in turns]
+        self.turns: list[tuple[int, ...]] = [tuple(turn) for turn in turns]
         self.eos_token_id = eos_token_id
         self.padding_side = "right"
 
@@ -66,7 +66,9 @@ class IdTool:
     def __init__(self, tokenizer: IdTokenizer, response: Any) -> None:
         self._tokenizer = tokenizer
         self._response = response
-        self.tool_schema = SimpleNamespace(model_dump=lambda **_options: {"type": "function", "function": {"name": TOOL_NAME}})
+        self.tool_schema: SimpleNamespace = SimpleNamespace(
+            model_dump=lambda **_options: {"type": "function", "function": {"name": TOOL_NAME}}
+        )
 
     async def create(self, create_kwargs: Mapping[str, Any] | None = None) -> tuple[str, None]:
         """An instance of the tool; it has no state."""
