@@ -222,7 +222,7 @@ class Judge:
         view.neighbours = [*self._ended, *(other for other in list(self.context.open.values())[:_NEIGHBOURS] if other is not view)]
         hedged = view.hedged
         for check, collector in self._requests:
-            if hedged:
+            if hedged and collector.check.family != "lifecycle":  # that family says what may happen to such calls
                 collector.absent(HEDGED)
                 continue
             try:

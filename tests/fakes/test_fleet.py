@@ -394,7 +394,10 @@ def test_calls_are_attributed_by_their_prompt(prompt: tuple[int, ...], owner: st
 
 
 def test_calls_are_attributed_by_their_task() -> None:
-    """``CURRENT_REQUEST`` wins over the prompt, and reaches calls made through handles; actions run for nobody."""
+    """``CURRENT_REQUEST`` reaches calls made through handles, where the prompt does not say otherwise; actions run for nobody.
+
+    A worker that serves several rollouts runs in the context of the one that started it.
+    """
     current: list[str | None] = []
 
     class Nosy(AsSampled):
@@ -405,8 +408,10 @@ def test_calls_are_attributed_by_their_task() -> None:
     async def main() -> None:
         fleet = fleet_of()
         CURRENT_REQUEST.set("somebody")
-        await fleet.ray_handles()["s0"].generate.remote(prompt_ids=(11, 12), max_tokens=1)
+        await fleet.ray_handles()["s0"].generate.remote(prompt_ids=(1, 2), max_tokens=1)
         assert [call.request_id for call in seen(fleet, Call)] == ["somebody"]
+        await fleet.ray_handles()["s0"].generate.remote(prompt_ids=R0.prompt_ids, max_tokens=1)
+        assert [call.request_id for call in seen(fleet, Call)] == ["somebody", "r0"]
 
     on_clock(main)
     run_case(Nosy, case(act(ActionKind.SYNC)))
@@ -449,8 +454,8 @@ def test_balancer_gives_to_the_least_loaded() -> None:
     ("changes", "message"),
     [
         ({"flavour": "nobody"}, "No engine flavour is named 'nobody'"),
-        ({"engine": EngineOptions(max_batch=0)}, "engine.max_batch=0 must be at least 1"),
-        ({"engine": EngineOptions(prefill_chunk=0)}, "engine.prefill_chunk=0 must be at least 1"),
+        ({"engine": EngineOptions(max_batch=0)}, "engine.max_batch=0 must be a whole number of at least 1"),
+        ({"engine": EngineOptions(prefill_chunk=0)}, "engine.prefill_chunk=0 must be a whole number of at least 1"),
         ({"engine": EngineOptions(step=0.0)}, "engine.step=0.0 must be above 0"),
         ({"actions": (act(ActionKind.KILL, server="s7"),)}, r"names server 's7'; the case has \['s0'\]"),
     ],
