@@ -88,7 +88,7 @@ class _Serving(Fold):
 
     def served(self, reply: Reply, call: _Running, allowed: Sequence[frozenset[Version]], after: bool, out: Collector) -> None:
         """Judge one reply: ``allowed`` are the epochs from admission to reply, ``after`` whether an update came before it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must judge the replies that it is shown")
 
     def _line(self, server: str) -> list[frozenset[Version]]:
         line = self._epochs.get(server)

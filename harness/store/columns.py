@@ -72,11 +72,11 @@ class _Aside:
 
     def array(self, wire: Any) -> AnyArray:
         """A row that is being written is not read."""
-        raise NotImplementedError
+        raise NotImplementedError("this side of the codec only writes")
 
     def integers(self, wire: Any) -> tuple[int, ...] | None:
         """A row that is being written is not read."""
-        raise NotImplementedError
+        raise NotImplementedError("this side of the codec only writes")
 
     @property
     def size(self) -> int:
@@ -181,11 +181,11 @@ class _Given:
 
     def put_array(self, array: AnyArray) -> Any:
         """A row that is being read is not written."""
-        raise NotImplementedError
+        raise NotImplementedError("this side of the codec only reads")
 
     def put_integers(self, values: tuple[int, ...]) -> Any:
         """A row that is being read is not written."""
-        raise NotImplementedError
+        raise NotImplementedError("this side of the codec only reads")
 
     def integers(self, wire: Any) -> tuple[int, ...] | None:
         """The integers that ``{"$integers": i}`` stands for."""

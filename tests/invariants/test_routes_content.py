@@ -200,7 +200,7 @@ def test_rows_of_weights_that_no_reply_holds_are_named_by_the_oracle() -> None:
             return story.rows(start, len(ids), int(version))
 
         def logprobs(self, version: Any, ids: Sequence[int], start: int) -> np.ndarray:
-            raise NotImplementedError
+            raise NotImplementedError("route checks ask for no logprobs")
 
     trace = story.trace(story.rows(0, 9, 2))
     trace = trace.with_events([Weights(server_id="s1", version=2, label=2), *trace.events])

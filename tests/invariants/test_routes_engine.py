@@ -26,7 +26,7 @@ class _Oracle:
         return self._story.rows(start, len(ids), int(version))
 
     def logprobs(self, version: Any, ids: Sequence[int], start: int) -> np.ndarray:
-        raise NotImplementedError
+        raise NotImplementedError("route checks ask for no logprobs")
 
 
 def _judged(story: Story, trace: Trace) -> Judgement:
