@@ -87,6 +87,12 @@ def _added(view: RequestView, want: tuple[int, ...], at: int, come: tuple[int, .
             f"The response repeats {count(size, 'token')} that {'was' if size == 1 else 'were'} sampled once",
             f"A reply was appended twice near {segment}: a duplicate delivery, or partial output that was kept and also returned again.",
         )
+    prompt = view.request.prompt_ids
+    if come == prompt or (size > 1 and prompt[-size:] == come):
+        return (
+            f"The response holds {share(size, len(prompt), 'token')} of the prompt",
+            "Response and prompt were parted at the wrong place: cut at the prompt's length; `ids[-n:]` is the whole list where n is 0.",
+        )
     title = f"The response holds {count(size, 'token')} that no engine call of this request returned"
     return title, _origin(view, come) or "An end-of-sequence or padding token that the stack adds itself must be masked out (loss mask 0)."
 

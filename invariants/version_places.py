@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, request_check
-from rollproof.contract import Contract, Versions
+from rollproof.contract import Versions
 from rollproof.invariants.delivery import delivery, missing_reason
-from rollproof.invariants.samplers import Sampler, key, order, published, samplers
+from rollproof.invariants.samplers import Sampler, key, order, samplers
+from rollproof.invariants.tagged import as_spans, count_samplers, judged, misnamed, only
 from rollproof.invariants.version_words import sampled_by, tag_list
 from rollproof.invariants.wording import count, ranges, share, verb, version_name
 from rollproof.records import Rollout, Span, Version
@@ -19,19 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["CHECKS"]
 
 
-def _only(kind: Versions) -> Callable[[Contract], str | None]:
-    def applies(contract: Contract) -> str | None:
-        return None if contract.versions is kind else f"the contract declares versions={str(contract.versions)!r}"
-
-    return applies
-
-
 @request_check(
     "versions.spans-cover",
     promise="Version spans lie in order, do not overlap, and cover every sampled token of the response.",
     needs="a delivered sample with spans",
     exercised_by="spans",
-    applies=_only(Versions.SPAN),
+    applies=only(Versions.SPAN),
 )
 def spans_cover(view: RequestView, out: Collector) -> None:
     """Walk over the spans. Empty spans are harmless; tokens of the environment need none."""
@@ -87,30 +81,19 @@ def _span_fault(spans: Sequence[Span], length: int, parts: Sequence[Sampler]) ->
     promise="The version of a span sampled every token in it.",
     needs="a delivered sample with spans, and the versions that sampled its tokens",
     exercised_by=("tokens in spans", "samples across versions"),
-    applies=_only(Versions.SPAN),
+    applies=only(Versions.SPAN),
 )
 def span_tags(view: RequestView, out: Collector) -> None:
     """Compare each span with the samplers below it."""
-    found, parts = delivery(view), samplers(view)
-    if found is None or parts is None:
-        return out.absent("needs a delivered sample whose tokens are those that were sampled")
+    both = judged(view, out)
+    if both is None:
+        return None
+    found, parts = both
     spans = found.rollout.spans
     if not spans or _span_fault(spans, len(found.rollout.response_ids), parts) is not None:
         return None
-    _count_exact(parts, "tokens in spans", out)
-    wrong: list[tuple[int, Version]] = []
-    at = 0
-    for part in parts:
-        while at < len(spans) and spans[at].end <= part.start:
-            at += 1
-        for span in spans[at:]:
-            if span.start >= part.end:
-                break
-            if _is_wrong(view, part, span.version):
-                wrong += [(i, span.version) for i in range(max(span.start, part.start), min(span.end, part.end))]
-    if wrong:
-        _wrong_tags(view, found.rollout, parts, wrong, out)
-    return None
+    count_samplers(parts, out, tokens="tokens in spans")
+    return _wrong_tags(view, found.rollout, parts, misnamed(view, parts, spans), out)
 
 
 @request_check(
@@ -118,7 +101,7 @@ def span_tags(view: RequestView, out: Collector) -> None:
     promise="There is exactly one version tag per response token.",
     needs="a delivered sample with per-token tags",
     exercised_by="samples with token tags",
-    applies=_only(Versions.TOKEN),
+    applies=only(Versions.TOKEN),
 )
 def one_per_token(view: RequestView, out: Collector) -> None:
     """Compare the two lengths."""
@@ -145,46 +128,26 @@ def one_per_token(view: RequestView, out: Collector) -> None:
     promise="The version tag of a token is the version that sampled it.",
     needs="a delivered sample with per-token tags, and the versions that sampled its tokens",
     exercised_by=("tokens", "samples across versions"),
-    applies=_only(Versions.TOKEN),
+    applies=only(Versions.TOKEN),
 )
 def token_tags(view: RequestView, out: Collector) -> None:
     """Compare tag by tag with the samplers."""
-    found, parts = delivery(view), samplers(view)
-    if found is None or parts is None:
-        return out.absent("needs a delivered sample whose tokens are those that were sampled")
+    both = judged(view, out)
+    if both is None:
+        return None
+    found, parts = both
     tags = found.rollout.token_versions
     if tags is None or len(tags) != len(found.rollout.response_ids):
         return None
-    _count_exact(parts, "tokens", out)
-    wrong: list[tuple[int, Version]] = []
-    for part in parts:
-        piece = tags[part.start : part.end]
-        bad = {tag for tag in set(piece) if _is_wrong(view, part, tag)}
-        if bad:
-            wrong += [(i, tag) for i, tag in enumerate(piece, part.start) if tag in bad]
-    if wrong:
-        _wrong_tags(view, found.rollout, parts, wrong, out)
-    return None
-
-
-def _count_exact(parts: Sequence[Sampler], counter: str, out: Collector) -> None:
-    known = sum(part.end - part.start for part in parts if part.exact)
-    out.exercised(counter, known)
-    out.exercised("samples across versions", int(len({part.labels for part in parts if part.exact}) > 1))
-    if not known and parts:
-        out.absent("which version sampled the tokens is not known")
-
-
-def _is_wrong(view: RequestView, part: Sampler, tag: Version) -> bool:
-    """Absent tags are judged by ``versions.present``, made-up ones by ``versions.published``, those of unknown weights elsewhere."""
-    if tag is None or part.accepted is None or key(tag) in part.accepted:
-        return False
-    return published(view.history, tag) or not view.history.labels
+    count_samplers(parts, out, tokens="tokens")
+    return _wrong_tags(view, found.rollout, parts, misnamed(view, parts, as_spans(tags)), out)
 
 
 def _wrong_tags(
     view: RequestView, rollout: Rollout, parts: Sequence[Sampler], wrong: Sequence[tuple[int, Version]], out: Collector
 ) -> None:
+    if not wrong:
+        return
     indexes = [index for index, _ in wrong]
     tags = list(dict.fromkeys(tag for _, tag in wrong))
     first = wrong[0]

@@ -7,14 +7,15 @@ tokens counts for nothing. Labels compare as ``samplers.key`` says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, request_check
-from rollproof.contract import Contract, Versions
+from rollproof.contract import Versions
 from rollproof.invariants import version_engine, version_places
-from rollproof.invariants.delivery import delivery, missing_reason
-from rollproof.invariants.samplers import Key, Sampler, key, order, published, samplers
+from rollproof.invariants.delivery import missing_reason
+from rollproof.invariants.samplers import Key, Sampler, key, order, published
+from rollproof.invariants.tagged import UNPUBLISHED, count_samplers, judged, only, tagged
 from rollproof.invariants.version_words import sampled_by, tag_list, tags_of
 from rollproof.invariants.wording import count, listing, verb, version_name
 from rollproof.records import Rollout, Version
@@ -23,33 +24,6 @@ if TYPE_CHECKING:
     from rollproof.view import RequestView
 
 __all__ = ["CHECKS"]
-
-
-def only(*kinds: Versions) -> Callable[[Contract], str | None]:
-    """Rules a check out where the contract declares another kind of tag."""
-
-    def applies(contract: Contract) -> str | None:
-        return None if contract.versions in kinds else f"the contract declares versions={str(contract.versions)!r}"
-
-    return applies
-
-
-def tagged(contract: Contract) -> str | None:
-    """Rules a check out where the contract declares no tag."""
-    return "the contract declares versions='none'" if contract.versions is Versions.NONE else None
-
-
-def judged(view: RequestView, out: Collector) -> tuple[Rollout, tuple[Sampler, ...]] | None:
-    """The sample and its samplers; says what is absent where there are none. A sample without sampled tokens has no tag to judge."""
-    found = delivery(view)
-    if found is None:
-        out.absent(missing_reason(view))
-        return None
-    parts = samplers(view)
-    if parts is None:
-        out.absent(found.why or "the tokens are not those that were sampled (stitch.tokens)")
-        return None
-    return (found.rollout, parts) if parts else None
 
 
 @request_check(
@@ -67,7 +41,7 @@ def present(view: RequestView, out: Collector) -> None:
     both = judged(view, out)
     if both is None:
         return None
-    rollout, parts = both
+    rollout, parts = both[0].rollout, both[1]
     told = [part for part in parts if part.shown is not None and part.labels and not part.misled]
     if not told or (len(told) < len(parts) and view.contract.versions in (Versions.SAMPLE, Versions.MIN_MAX)):
         return out.absent("the engines showed no version for some of the tokens")
@@ -115,7 +89,7 @@ def only_published(view: RequestView, out: Collector) -> None:
     if rollout is None:
         return out.absent(missing_reason(view))
     if not view.history.labels:
-        return out.absent("no version was published in the trace")
+        return out.absent(UNPUBLISHED)
     tags = tags_of(view, rollout)
     out.exercised("tags", len(tags))
     stray = [tag for tag in tags if not published(view.history, tag)]
@@ -143,11 +117,11 @@ def sample_tag(view: RequestView, out: Collector) -> None:
     both = judged(view, out)
     if both is None:
         return None
-    rollout, parts = both
+    rollout, parts = both[0].rollout, both[1]
     tag = rollout.version
     if tag is None or not published(view.history, tag):
         return out.absent("the samples carry no published version")
-    if not _count_known(parts, out):
+    if not count_samplers(parts, out):
         return None
     if any(part.accepted is None or key(tag) in part.accepted for part in parts):
         return None
@@ -173,19 +147,6 @@ def _stale_hint(view: RequestView, tag: Key, parts: Sequence[Sampler]) -> str:
     )
 
 
-def _count_known(parts: Sequence[Sampler], out: Collector) -> bool:
-    """Count the sample as exercise where its samplers are known exactly; whether any of them can be judged at all."""
-    if all(part.exact for part in parts):
-        several = len({part.labels for part in parts}) > 1
-        out.exercised("samples across versions" if several else "samples under one version")
-        return True
-    if any(part.accepted is not None for part in parts):
-        out.absent("the versions of some tokens cannot be known: the engines showed none, a wrong one, or one for several")
-        return True
-    out.absent("which version sampled the tokens is not known")
-    return False
-
-
 @request_check(
     "versions.min-max",
     promise="The min and max tags are the oldest and newest version that sampled a token; calls without tokens do not count.",
@@ -198,11 +159,11 @@ def min_max(view: RequestView, out: Collector) -> None:
     both = judged(view, out)
     if both is None:
         return None
-    rollout, parts = both
+    rollout, parts = both[0].rollout, both[1]
     low, high = rollout.min_version, rollout.max_version
     if low is None or high is None or not (published(view.history, low) and published(view.history, high)):
         return out.absent("the samples carry no published min and max version")
-    if not _count_known(parts, out):
+    if not count_samplers(parts, out):
         return None
     sets = [part.accepted for part in parts]
     known = [labels for labels in sets if labels is not None]
@@ -268,7 +229,7 @@ def call_tags(view: RequestView, out: Collector) -> None:
     both = judged(view, out)
     if both is None:
         return None
-    rollout, parts = both
+    rollout, parts = both[0].rollout, both[1]
     tags = rollout.call_versions
     if not tags or not all(tag is None or published(view.history, tag) for tag in tags):
         return out.absent("the samples carry no published call versions")

@@ -142,6 +142,7 @@ class TestTokens:
             (WHOLE[:5] + WHOLE[3:], "The response repeats 2 tokens that were sampled once", 5, "appended twice"),
             ((*WHOLE, 33), "The response repeats 1 token that was sampled once", 8, "appended twice"),
             ((*WHOLE, 0), "The response holds 1 token that no engine call of this request returned", 8, "masked out"),
+            ((1, 2, *WHOLE), "The response holds 2 of 2 tokens of the prompt", 0, "`ids[-n:]` is the whole list where n is 0"),
             (WHOLE[3:5] + WHOLE[:3] + WHOLE[5:], "5 of 8 tokens stand in another order than they were sampled", 0, "order of their calls"),
             ((11, 99, *WHOLE[2:]), "1 of 8 tokens of the response is not what the engines sampled", 1, "never taken from decoded text"),
             ((11, 98, 99, *WHOLE[3:]), "2 of 8 tokens of the response are not what the engines sampled", 1, "begins in segment 0"),
@@ -154,6 +155,11 @@ class TestTokens:
         assert ("r0", index) == (finding.where["request"], finding.where["index"])
         assert hint in finding.hint
         assert finding.expected.startswith("8 tokens as sampled: [")
+
+    def test_a_prompt_in_place_of_an_empty_response_is_named(self) -> None:
+        """What no call sampled is not padding where it is the prompt."""
+        finding = finds(self.ID, tell(Part(), sample={"response": (1, 2)}, abort_surfaces=True))
+        assert "The response holds 2 of 2 tokens of the prompt" == finding.title
 
     @pytest.mark.parametrize("response", [WHOLE[3:], WHOLE[:-1], (*WHOLE, 33), (11, 99, *WHOLE[2:])])
     def test_only_the_tokens_are_blamed(self, response: tuple[int, ...]) -> None:

@@ -142,6 +142,18 @@ class TestPresent:
         story = tell(*parts, versions="min-max", sample={"min_version": None, "max_version": None})
         unknown(self.ID, story, "the engines showed no version for some of the tokens")
 
+    @pytest.mark.parametrize(
+        ("check_id", "kind"),
+        [(ID, "min-max"), ("versions.min-max", "min-max"), ("versions.sample-tag", "sample"), ("versions.token-tags", "token")],
+    )
+    def test_a_recording_without_updates_is_told_what_to_record(self, check_id: str, kind: str) -> None:
+        """The reason names the call that tells which weights the engines had."""
+        story = Teller(versions=kind, driven=False)
+        story.submit()
+        story.reply(story.call((1, 2)), (11,), "stop", version=4, true_tokens=None)
+        story.result((11,), version=4, min_version=4, max_version=4, token_versions=(4,))
+        unknown(check_id, story, "call `trace.weights(label)`")
+
 
 class TestPublished:
     """``versions.published``."""
