@@ -16,11 +16,21 @@ import numpy as np
 
 from rollproof.case import Model
 from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, TagRead, Versions
+from rollproof.engine_terms import EngineTerms, PausedCalls, PauseMode, Refusal, ReplyKey, RoutesSwitch, StreamMode
 from rollproof.errors import UsageError
 from rollproof.records import FinishReason
-from rollproof.trace import PauseMode
 
-__all__ = ["FLAVOURS", "EmptyRoutes", "Flavour", "PausedCalls", "Recompute", "VersionTag", "engine_contract", "flavour_named"]
+__all__ = [
+    "FLAVOURS",
+    "EmptyRoutes",
+    "Flavour",
+    "PausedCalls",
+    "Recompute",
+    "VersionTag",
+    "engine_contract",
+    "engine_terms",
+    "flavour_named",
+]
 
 
 class VersionTag(StrEnum):
@@ -46,16 +56,6 @@ class Recompute(StrEnum):
     """Rows are stored by KV slot: the recompute overwrites them (SGLang #39633, #24001)."""
 
 
-class PausedCalls(StrEnum):
-    """What happens to a call that arrives while the server is paused."""
-
-    PARK = "park"
-    REJECT = "reject"
-    """It is answered at once with an abort of zero tokens."""
-    RAISE = "raise"
-    """The caller gets a ``RuntimeError``."""
-
-
 class EmptyRoutes(StrEnum):
     """Which routes the abort of a running call without tokens returns."""
 
@@ -72,7 +72,8 @@ class Flavour:
     ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``queued_abort_keeps_keys``: an abort in the waiting
     queue shows the keys that any other reply shows; without, it has no routes and no count of cached tokens.
     ``pause_modes`` are those that the engine offers; the fake accepts all of them. ``bad_start_aborts``: a
-    ``routes_start`` out of range ends the call with an abort and a message rather than a ``ValueError``.
+    ``routes_start`` out of range ends the call with an abort and a message rather than a ``ValueError``. ``routes_switch`` to
+    ``seeded`` mean what they mean in ``EngineTerms``; the fake refuses all that ``zero_budget`` and ``empty_prompt`` refuse otherwise.
     """
 
     name: str
@@ -95,6 +96,11 @@ class Flavour:
     abort_by_prefix: bool = False
     logprobs: Logprobs = Logprobs.RAW
     pause_modes: tuple[PauseMode, ...] = (PauseMode.ABORT,)
+    routes_switch: RoutesSwitch = RoutesSwitch.ENGINE
+    stream_modes: tuple[StreamMode, ...] = (StreamMode.FINAL,)
+    zero_budget: Refusal = Refusal.ERROR
+    empty_prompt: Refusal = Refusal.ERROR
+    seeded: bool = True
 
     def dtype(self, num_experts: int) -> np.dtype[np.integer]:
         """The integer type of the rows for a model of ``num_experts``."""
@@ -145,6 +151,39 @@ def _contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Contract:
     )
 
 
+def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
+    """How calls of ``flavour`` behave, on an engine whose calls may have ``max_length`` tokens."""
+    shown = (ReplyKey.SPANS,) if flavour.shows_spans else ()
+    always = (ReplyKey.SPANS,) if flavour.version_tag is VersionTag.SPANS_AND_LAST else ()
+    empty = (ReplyKey.LOGPROBS,) if flavour.empty_logprobs else ()
+    captured = (ReplyKey.ROUTES,) if flavour.empty_routes is EmptyRoutes.CAPTURED else ()
+    whole = (ReplyKey.LOGPROBS, ReplyKey.ROUTES, *shown, ReplyKey.CACHED)
+    return EngineTerms(
+        max_length=max_length,
+        pause_modes=flavour.pause_modes,
+        recomputing=tuple(mode for mode in flavour.pause_modes if mode in (PauseMode.KEEP, PauseMode.RETRACT)),
+        paused_calls=flavour.paused_calls,
+        stream_modes=flavour.stream_modes,
+        routes_switch=flavour.routes_switch,
+        routes_start=flavour.routes_start,
+        bad_start=_bad_start(flavour),
+        zero_budget=flavour.zero_budget,
+        empty_prompt=flavour.empty_prompt,
+        abort_by_prefix=flavour.abort_by_prefix,
+        seeded=flavour.seeded,
+        keys_finished=whole,
+        keys_aborted=whole,
+        keys_early=(*empty, *captured, *always, ReplyKey.CACHED),
+        keys_queued=(*empty, *always),
+    )
+
+
+def _bad_start(flavour: Flavour) -> Refusal:
+    if not flavour.routes_start:
+        return Refusal.IGNORED
+    return Refusal.ABORT if flavour.bad_start_aborts else Refusal.ERROR
+
+
 def flavour_named(name: str) -> Flavour:
     """The flavour of that name. Raises ``UsageError`` listing the names where there is none."""
     try:
@@ -186,6 +225,9 @@ def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
         abort_by_prefix=True,
         logprobs=Logprobs.TEMPERATURE_SCALED,
         pause_modes=_SGLANG_MODES,
+        routes_switch=RoutesSwitch.REQUEST,
+        stream_modes=(StreamMode.FINAL, StreamMode.CUMULATIVE),
+        seeded=False,
     )
 
 
@@ -199,6 +241,7 @@ def _vllm(name: str, source: str, tag: VersionTag, paused: PausedCalls = PausedC
         routes_start=True,
         paused_calls=paused,
         pause_modes=_VLLM_MODES,
+        stream_modes=(StreamMode.FINAL, StreamMode.CUMULATIVE, StreamMode.DELTA),
     )
 
 

@@ -12,7 +12,9 @@ from enum import StrEnum
 from functools import wraps
 from typing import Any, Self
 
+from rollproof.engine_terms import EngineTerms
 from rollproof.errors import ContractError
+from rollproof.replay.terms import ReplayTerms
 
 __all__ = [
     "Contract",
@@ -151,7 +153,9 @@ class Contract:
     ``Request.turns``: it appends the environment's tokens after each natural end of the model's turn; ``multimodal`` that
     it hands ``Request.media`` on to the engines. ``max_staleness`` bounds the versions between the newest published
     weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines
-    whose one label a reply need not name weights that sampled a token of it (``None``: it must).
+    whose one label a reply need not name weights that sampled a token of it (``None``: it must). ``engine`` holds
+    the terms of an engine's calls where the subject is one, ``replay`` those of a trainer with routing replay
+    (``rollproof.replay.contract`` makes the contract of one).
     """
 
     rows: Rows
@@ -177,6 +181,8 @@ class Contract:
     filler: Filler | None = None
     dtype: str | None = None
     provenance: Provenance | None = None
+    engine: EngineTerms | None = None
+    replay: ReplayTerms | None = None
 
     def __post_init__(self) -> None:
         problems = [*self._coerce(), *self._missing()]
@@ -219,6 +225,8 @@ class Contract:
         out: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, EngineTerms | ReplayTerms):
+                value = value.to_dict()
             out[field.name] = list(value) if isinstance(value, tuple) else value
         return out
 
@@ -232,7 +240,11 @@ class Contract:
         values = dict(data)
         if isinstance(values.get("moe_layers"), list):
             values["moe_layers"] = tuple(values["moe_layers"])
+        if isinstance(values.get("replay"), Mapping):
+            values["replay"] = ReplayTerms.from_dict(values["replay"])
         try:
+            if isinstance(values.get("engine"), Mapping):
+                values["engine"] = EngineTerms(**values["engine"])
             return cls(**values)
         except TypeError as error:
             raise ContractError(
