@@ -20,6 +20,7 @@ __all__ = [
     "BatchRow",
     "EngineOutput",
     "FinishReason",
+    "FloatArray",
     "IntArray",
     "LogprobArray",
     "Request",
@@ -38,6 +39,7 @@ Version: TypeAlias = "int | str | None"
 """Label of the policy weights. ``None`` is *unknown*: it equals no version, not even another unknown one."""
 IntArray: TypeAlias = "npt.NDArray[np.integer[Any]]"
 LogprobArray: TypeAlias = "npt.NDArray[np.float64]"
+FloatArray: TypeAlias = "npt.NDArray[np.float64]"
 
 
 class FinishReason(StrEnum):

@@ -1,20 +1,23 @@
 """Subjects: what a user implements so that rollproof can run their code.
 
-Every method may be sync or async. Subjects are given as factories (a class, or a function without arguments), so that
-each case starts from a fresh one. Nothing here needs pytest.
+Every method may be sync or async, but for those of an ``EngineSubject``, which are async. Subjects are given as factories
+(a class, or a function without arguments), so that each case starts from a fresh one. Nothing here needs pytest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from rollproof.contract import Contract
-from rollproof.records import BatchRow, EngineOutput, IntArray, Request, Rollout, Version
+from rollproof.records import BatchRow, EngineOutput, IntArray, Request, Rollout
 from rollproof.trace import PauseMode
 
 if TYPE_CHECKING:
+    from rollproof.engines.asks import Query, Watch, WeightUpdate
     from rollproof.fakes.fleet import Fleet
+    from rollproof.replay.events import Outcome, Step
+    from rollproof.replay.spy import Spy
 
 __all__ = ["BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject", "SubjectFactory"]
 
@@ -41,28 +44,46 @@ class RolloutSubject(Protocol):
 
 @runtime_checkable
 class EngineSubject(Protocol):
-    """A rollout engine, real or fake, driven call by call; resuming is rollproof's part."""
+    """A rollout engine, real or fake, driven call by call (``rollproof.engines``); resuming is rollproof's part.
+
+    ``contract`` declares the engine's conventions, with its ``engine`` terms; it is read after ``start``. ``generate`` returns one
+    output per sample, in order, and tells ``watch`` of every piece that the engine streams; calls run at the same time. A call that
+    the engine refuses raises. ``abort`` ends the calls whose handle is given, ``pause`` and ``resume`` act on the whole engine:
+    after ``pause`` has returned, it is in force. ``update_weights`` returns when the new weights serve. ``clear_cache`` forgets KV that
+    calls share. ``counters`` are the engine's own, among them ``preemptions`` (since its start) where it counts them. ``stop``
+    leaves nothing running; it is called after a failed ``start``, too.
+    """
 
     contract: Contract
 
-    def generate(self, request: Request, prompt_ids: tuple[int, ...], max_tokens: int) -> EngineOutput | Awaitable[EngineOutput]: ...
-    def abort(self, request_id: str) -> Awaitable[None] | None: ...
-    def pause(self, mode: PauseMode) -> Awaitable[None] | None: ...
-    def resume(self) -> Awaitable[None] | None: ...
-    def update_weights(self, version: Version) -> Awaitable[None] | None: ...
+    async def start(self) -> None: ...
+    async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]: ...
+    async def abort(self, handle: str) -> None: ...
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None: ...
+    async def resume(self) -> None: ...
+    async def update_weights(self, update: WeightUpdate) -> None: ...
+    async def clear_cache(self) -> None: ...
+    async def counters(self) -> Mapping[str, float]: ...
+    async def stop(self) -> None: ...
 
 
 @runtime_checkable
 class ReplaySubject(Protocol):
-    """A trainer with routing replay. ``routers`` maps global layer indexes to modules; ``observe`` tells the ids really used."""
+    """A trainer with routing replay, driven step by step (``rollproof.replay``).
+
+    ``contract`` is one with ``replay`` terms. ``run`` does one step the trainer's own way, from installing targets to its own cleaning up,
+    and tells the spy of every call of a router and of every target that is installed. What it raises is judged.
+
+    Optional, each for the checks that need it: ``set_weights(number)`` (0: the first weights; n > 0: those plus noise, seeded by n, so
+    large that routing changes; -1: the first ones with NaN in the first gate), ``nudge(layer, size)`` (adds ``size`` times ``spy.direction``
+    to the gate weight of a layer until the next ``set_weights``), ``residue() -> Mapping[str, int]`` (what is left of replay, each of which ought to
+    be 0), ``variant(name)`` (another subject: with a router that must be refused, or ``no-moe-layers``), ``reference(step) ->
+    Outcome`` (the step by a path that shares nothing with the replay code), ``stop()``.
+    """
 
     contract: Contract
 
-    def routers(self) -> Mapping[int, Any]: ...
-    def install(self, routes: IntArray, layout: Any) -> None: ...
-    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
-    def observe(self) -> Mapping[int, IntArray]: ...
-    def clear(self) -> None: ...
+    def run(self, step: Step, spy: Spy) -> Outcome | Awaitable[Outcome]: ...
 
 
 @runtime_checkable

@@ -17,7 +17,10 @@ from enum import StrEnum
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from rollproof.contract import Contract
-from rollproof.records import BatchRow, EngineOutput, LogprobArray, Request, Rollout, Scalar, Span, Version
+from rollproof.engine_terms import PauseMode, StreamMode
+from rollproof.event import Event
+from rollproof.records import BatchRow, EngineOutput, IntArray, LogprobArray, Request, Rollout, Scalar, Span, Version
+from rollproof.replay.events import Install, Outcome, Residue, Routing, Step
 
 __all__ = [
     "EVENT_KINDS",
@@ -26,6 +29,7 @@ __all__ = [
     "Admit",
     "Batch",
     "Call",
+    "Chunk",
     "Event",
     "Fault",
     "Gauge",
@@ -34,6 +38,7 @@ __all__ = [
     "Pause",
     "PauseMode",
     "Recorder",
+    "Reference",
     "Reply",
     "Result",
     "Resume",
@@ -51,30 +56,6 @@ SCHEMA = 1
 """Version of the trace schema. Raised when a reader of the older one would misunderstand; added fields do not raise it."""
 
 
-class PauseMode(StrEnum):
-    """What a pause does to the requests in flight (vLLM: abort, wait, keep; SGLang: abort, retract, in_place)."""
-
-    ABORT = "abort"
-    """They end at once with finish reason ``abort`` and what they have."""
-    WAIT = "wait"
-    """They run to their end; the pause is acknowledged then."""
-    KEEP = "keep"
-    """They freeze, KV kept, and go on after the resume."""
-    RETRACT = "retract"
-    """They freeze and lose their KV; after the resume their whole sequence is prefilled anew."""
-    IN_PLACE = "in-place"
-    """As ``keep``, and nothing invalidates the prefix cache."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """Base of all events. ``index`` and ``time`` are stamped by the ``Recorder``."""
-
-    kind: ClassVar[str] = "event"
-    index: int = -1
-    time: float = 0.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submit(Event):
     """A caller handed a request to the stack."""
@@ -85,7 +66,10 @@ class Submit(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call(Event):
-    """The stack is about to call an engine. ``request_id`` is the caller's request, ``max_tokens`` the granted budget."""
+    """The stack is about to call an engine. ``request_id`` is the caller's request, ``max_tokens`` the granted budget.
+
+    ``stream`` is how the reply was asked to be streamed, where it was.
+    """
 
     kind: ClassVar[str] = "call"
     call_id: int
@@ -98,6 +82,7 @@ class Call(Event):
     want_routes: bool = True
     want_logprobs: bool = True
     routes_start: int = 0
+    stream: StreamMode | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +111,38 @@ class Reply(Event):
     duplicate: bool = False
     true_tokens: tuple[Span, ...] | None = None
     true_rows: tuple[Span, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk(Event):
+    """A part of a streamed reply, as the engine sent it: its tokens, and how many route rows came with it (``None``: none)."""
+
+    kind: ClassVar[str] = "chunk"
+    call_id: int
+    token_ids: tuple[int, ...]
+    rows: int | None = None
+    finished: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reference(Event):
+    """What an independent forward under weights ``version`` makes of a call's prompt and the tokens that it returned.
+
+    With T tokens in all: ``logprobs`` and ``scaled`` are ``(T,)``, the log-probability of token i given those before it, at
+    temperature 1 and at the call's (NaN at 0); ``routes`` is ``(T, num_layers, top_k)`` in the router's order; ``margins`` is
+    ``(T, num_layers)``, by which part of itself the score of the last chosen expert exceeds the best one left out, and
+    ``orders`` the same for the closest two of the chosen: where they are small, rounding decides. Dense layers hold 0
+    and infinity.
+    """
+
+    kind: ClassVar[str] = "reference"
+    call_id: int
+    version: Version
+    logprobs: LogprobArray
+    scaled: LogprobArray
+    routes: IntArray
+    margins: LogprobArray
+    orders: LogprobArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,7 +308,31 @@ class Batch(Event):
     changed: tuple[str, ...] = ()
 
 
-_KINDS = (Submit, Call, Admit, Reply, Abort, Pause, Resume, Weights, Update, Observation, Fault, Result, Gauge, Batch, Train, Score)
+_KINDS = (
+    Submit,
+    Call,
+    Admit,
+    Chunk,
+    Reply,
+    Reference,
+    Abort,
+    Pause,
+    Resume,
+    Weights,
+    Update,
+    Observation,
+    Fault,
+    Result,
+    Gauge,
+    Batch,
+    Train,
+    Score,
+    Step,
+    Routing,
+    Install,
+    Outcome,
+    Residue,
+)
 EVENT_KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in _KINDS}
 
 
@@ -303,7 +344,7 @@ class Header:
     parameters of the coded policy (``rollproof.fakes.coded``) where one answered, so that a reader can rebuild the
     oracle; ``case`` the JSON form of the case that was run, so that it can be run again. ``recipe`` says how to make the
     subject again (``{"subject": "module:factory"}``, ``{"stack": "verl", "version": "0.9.1"}``). ``about`` is what the trace
-    tells of: ``rollouts``, or ``batches`` (``rollproof.batching``).
+    tells of: ``rollouts``, ``batches`` (``rollproof.batching``) or ``replay`` (``rollproof.replay``).
     """
 
     subject: str
