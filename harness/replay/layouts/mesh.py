@@ -1,0 +1,75 @@
+"""Mesh: the sizes of a parallel layout, and one rank of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+
+from rollproof.errors import LayoutError
+
+__all__ = ["Mesh", "Rank"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Rank:
+    """One place of a mesh, by its index on each axis. ``ulysses`` is the rank within a Ulysses group."""
+
+    dp: int = 0
+    pp: int = 0
+    cp: int = 0
+    tp: int = 0
+    ulysses: int = 0
+
+    def __str__(self) -> str:
+        named = [f"{field.name} {getattr(self, field.name)}" for field in fields(self) if getattr(self, field.name)]
+        return ", ".join(named) or "the first rank"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """Sizes: data, context, tensor, pipeline and Ulysses parallel; ``vpp`` is the number of model chunks on a pipeline rank.
+
+    ``sequence_parallel`` says that rows are sliced over the tensor-parallel ranks where a router sees them (Megatron's SP).
+    Expert parallelism moves no rows before the router, so it is no part of a layout.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ulysses: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp", "vpp", "ulysses")}
+        bad = {name: size for name, size in sizes.items() if not isinstance(size, int) or isinstance(size, bool) or size < 1}
+        if bad:
+            raise LayoutError(f"The sizes of a mesh are whole numbers >= 1, not {bad}.")
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(f"vpp={self.vpp} needs pp > 1: model chunks alternate between pipeline ranks.")
+        if self.sequence_parallel and self.tp == 1:
+            raise LayoutError("sequence_parallel=True needs tp > 1: rows are sliced over the tensor-parallel ranks.")
+
+    def factor(self, name: str) -> int:
+        """The size that an ``Alignment`` names."""
+        if name == "2cp":
+            return 2 * self.cp if self.cp > 1 else 1
+        size: int = getattr(self, name)
+        return size
+
+    @property
+    def shares(self) -> int:
+        """Over how many ranks the rows of one microbatch are divided."""
+        return self.cp * self.ulysses * (self.tp if self.sequence_parallel else 1)
+
+    def row_ranks(self, dp: int = 0, pp: int = 0) -> Iterator[Rank]:
+        """The ranks of one replica and pipeline stage that see rows, context-parallel rank first."""
+        for cp, tp, ulysses in product(range(self.cp), range(self.tp), range(self.ulysses)):
+            yield Rank(dp=dp, pp=pp, cp=cp, tp=tp, ulysses=ulysses)
+
+    def ranks(self) -> Iterator[Rank]:
+        """All ranks."""
+        for dp, pp in product(range(self.dp), range(self.pp)):
+            yield from self.row_ranks(dp, pp)
