@@ -6,7 +6,14 @@ __all__ = [
     "CaseError",
     "ConformanceError",
     "ContractError",
+    "EngineDied",
+    "EngineError",
+    "EngineHung",
+    "EngineRefused",
+    "EngineStartError",
     "ExpectationError",
+    "LayoutError",
+    "GapError",
     "RollproofError",
     "StackError",
     "SubjectError",
@@ -32,6 +39,10 @@ class CaseError(RollproofError, ValueError):
     """A case (requests, actions, engine options) cannot be run as written."""
 
 
+class LayoutError(RollproofError, ValueError):
+    """A layout contradicts itself, or rows, columns or ids do not fit it."""
+
+
 class ConformanceError(RollproofError, AssertionError):
     """A recorded run broke a promise; the text holds the findings."""
 
@@ -48,9 +59,37 @@ class ExpectationError(RollproofError, ValueError):
     """A file of expected failures is malformed, names an unknown check, or lists one that passes."""
 
 
+class GapError(RollproofError, ValueError):
+    """Two columns of logprobs cannot be compared as given: lengths, signs, masks, token ids or columns do not fit."""
+
+
 class TraceError(RollproofError, ValueError):
     """A trace or counterexample cannot be read: truncated, corrupted, foreign, or beyond the size limits."""
 
 
 class TraceVersionError(TraceError):
     """A trace was written by a newer rollproof, in a schema that this one does not know."""
+
+
+class EngineError(RollproofError, RuntimeError):
+    """A real engine cannot be started, has gone, or did not do what it was asked for."""
+
+
+class EngineStartError(EngineError):
+    """A real engine did not start: it is missing, of another version, died or hung; the text holds the end of its log."""
+
+
+class EngineDied(EngineError):
+    """The process of a real engine ended while it was used; the text holds the end of its log."""
+
+
+class EngineHung(EngineError):
+    """A real engine did not answer within the deadline; the text holds the end of its log."""
+
+
+class EngineRefused(EngineError):
+    """A real engine answered a call with an error; ``kind`` is the error's class, as the engine names it."""
+
+    def __init__(self, text: str, kind: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
