@@ -14,7 +14,10 @@ __all__ = [
     "ExpectationError",
     "LayoutError",
     "GapError",
+    "ReplayError",
     "RollproofError",
+    "RouterError",
+    "RoutesError",
     "StackError",
     "SubjectError",
     "TraceError",
@@ -93,3 +96,15 @@ class EngineRefused(EngineError):
     def __init__(self, text: str, kind: str = "") -> None:
         super().__init__(text)
         self.kind = kind
+
+
+class ReplayError(RollproofError, RuntimeError):
+    """A pass did not replay what it was given: a router was not reached, saw other rows, or executed other experts."""
+
+
+class RouterError(ReplayError):
+    """A model's routers cannot be replayed: there are none, they are not found, or their selection cannot be intercepted."""
+
+
+class RoutesError(RollproofError, ValueError):
+    """Routes do not fit the model that is to replay them: rows, columns, layers, dtype or ids."""
