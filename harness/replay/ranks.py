@@ -1,0 +1,432 @@
+"""Processes of a distributed CPU run: forked together, given one job after the other, never left behind.
+
+``Ranks`` starts one process that imports what the jobs need, once, and forks the ranks of a run from it: in milliseconds, and sharing
+their memory. The ranks meet in a gloo group over the loopback device. A rank that fails, dies or hangs ends its job for all ranks
+within a bounded time, with a ``RankError`` that names it; the next job gets fresh ranks. Everything ends when its parent does,
+however that ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener, wait
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from rollproof.errors import RollproofError, UsageError
+
+__all__ = ["RankError", "Ranks", "Task"]
+
+Task: TypeAlias = "Callable[[int, int, Any], Any]"
+"""What every rank runs for a job: ``task(rank, world_size, job)``; an importable function. Jobs and results are pickled."""
+
+_TAIL = 12  # lines of a rank's output that an error quotes
+
+
+class RankError(RollproofError, RuntimeError):
+    """A rank of a distributed run failed, died or did not answer in time.
+
+    ``rank`` is the one to look at (``None`` where all hang and none can be told from the others). Where it raised an exception, that
+    is the ``__cause__``, unless it cannot be pickled.
+    """
+
+    def __init__(self, text: str, *, rank: int | None) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Said:
+    """What a rank answered: a result, or the text of an exception, the exception, and when (one clock for all ranks)."""
+
+    result: Any = None
+    failed: str | None = None
+    error: BaseException | None = None
+    at: float = 0.0
+
+
+class Ranks:
+    """Runs jobs on any number of processes, one job at a time; use it as a context manager, or ``close`` it.
+
+    ``preload`` are modules to import before forking (they must start no threads; torch and megatron-core do not). ``limit_s`` bounds a
+    job, ``start_limit_s`` the imports; ``grace_s`` is how long other ranks may take to say what they saw, after one failed. Raises
+    ``UsageError`` for a task that other processes cannot import.
+    """
+
+    def __init__(
+        self, task: Task, *, preload: Sequence[str] = (), limit_s: float = 120.0, start_limit_s: float = 300.0, grace_s: float = 3.0
+    ) -> None:
+        self._task = _importable(task)
+        self._preload = tuple(preload)
+        self._limit_s = limit_s
+        self._start_limit_s = start_limit_s
+        self._grace_s = grace_s
+        self._nursery: _Nursery | None = None
+        self._crew: dict[int, Connection] = {}
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, job: Any, *, world_size: int = 1) -> list[Any]:
+        """Run the job on ``world_size`` processes; returns the results by rank. Raises ``RankError``.
+
+        The processes live on for the next job of that size; those of another size are ended first.
+        """
+        if world_size < 1:
+            raise UsageError(f"world_size is {world_size}; a run needs at least one process.")
+        try:
+            if len(self._crew) != world_size:
+                self._start(world_size)
+            for pipe in self._crew.values():
+                with suppress(OSError):  # it died; its first answer is the end of the pipe
+                    pipe.send(job)
+            said = self._answers(self._limit_s)
+            if any(answer is None for answer in said.values()) or len(said) < world_size:
+                self._raise(said, self._limit_s, "in its job")
+            if any(answer.failed is not None for answer in said.values() if answer):
+                # Everyone answered: nobody waits in a collective, and the ranks can go on.
+                raise self._failure(said, "in its job")
+            return [said[rank].result for rank in range(world_size)]  # type: ignore[union-attr]
+        except RankError:
+            if self._nursery is None or not self._nursery.alive:
+                self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End every process."""
+        self._end_crew()
+        if self._nursery is not None:
+            self._nursery.end()
+            self._nursery = None
+
+    def _start(self, world_size: int) -> None:
+        self._end_crew()
+        if self._nursery is None:
+            self._nursery = _Nursery(self._preload, self._start_limit_s)
+        self._crew = self._nursery.fork(
+            {"task": self._task, "world_size": world_size, "limit_s": self._limit_s, "path": list(sys.path)}, self._start_limit_s
+        )
+        said = self._answers(self._start_limit_s)
+        if len(said) < world_size or any(answer is None or answer.failed is not None for answer in said.values()):
+            self._raise(said, self._start_limit_s, "while it started")
+
+    def _end_crew(self) -> None:
+        if self._nursery is not None:
+            self._nursery.kill()
+        for pipe in self._crew.values():
+            pipe.close()
+        self._crew = {}
+
+    def _answers(self, limit_s: float) -> dict[int, _Said | None]:
+        """What each rank said, ``None`` where it is dead; ranks that said nothing in time are missing."""
+        said: dict[int, _Said | None] = {}
+        deadline = time.monotonic() + limit_s
+        while len(said) < len(self._crew):
+            waiting = {pipe: rank for rank, pipe in self._crew.items() if rank not in said}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting[pipe]  # type: ignore[index]
+                said[rank] = answer = _heard(self._crew[rank])
+                if answer is None or answer.failed is not None:
+                    deadline = min(deadline, time.monotonic() + self._grace_s)
+        return said
+
+    def _raise(self, said: dict[int, _Said | None], limit_s: float, when: str) -> NoReturn:
+        """End the ranks and raise the error of the one to look at.
+
+        One that died without a word comes first (its peers can only fail after it), then the one that failed first.
+        """
+        size = len(self._crew)
+        nursery = self._nursery
+        assert nursery is not None
+        dead = [rank for rank, answer in said.items() if answer is None]
+        failed = any(answer is not None and answer.failed is not None for answer in said.values())
+        silent = [rank for rank in self._crew if rank not in said]
+        error: RankError
+        if dead:
+            how = nursery.fate(dead[0])
+            text = f"Rank {dead[0]} of {size} {how} {when}; the other ranks were ended. Its last output:{nursery.tail(dead[0]) or ' none'}"
+            error = RankError(text, rank=dead[0])
+        elif failed:
+            error = self._failure(said, when)
+        else:
+            where = nursery.whereabouts(silent)
+            text = (
+                f"No answer from rank {silent} of {size} within {limit_s:g} s {when}: a collective that not all ranks enter, or a limit too "
+                f"short for this machine. All ranks were ended. Where each was:{where}"
+            )
+            error = RankError(text, rank=silent[0] if len(silent) == 1 else None)
+        self._end_crew()
+        raise error
+
+    def _failure(self, said: dict[int, _Said | None], when: str) -> RankError:
+        failed = [(answer.at, rank, answer) for rank, answer in said.items() if answer is not None and answer.failed is not None]
+        _, rank, answer = min(failed, key=lambda one: one[:2])
+        error = RankError(f"Rank {rank} of {len(self._crew)} failed {when}.\n{answer.failed}", rank=rank)
+        error.__cause__ = answer.error
+        return error
+
+
+def _importable(task: Task) -> str:
+    module, name = getattr(task, "__module__", ""), getattr(task, "__qualname__", "")
+    if not name.isidentifier() or module in ("", "__main__"):
+        raise UsageError(
+            f"The task {name or task!r} of {module or 'no module'} cannot be imported by the processes that run it. "
+            "Define it as a plain function at the top of a module, and pass that function."
+        )
+    return f"{module}:{name}"
+
+
+def _heard(pipe: Connection) -> _Said | None:
+    try:
+        message = pipe.recv()
+    except (EOFError, OSError):
+        return None
+    return message if isinstance(message, _Said) else None
+
+
+class _Nursery:
+    """The process that imports and forks, as its parent sees it. It forks, kills and tells how a rank ended."""
+
+    def __init__(self, preload: Sequence[str], limit_s: float) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="rollproof-ranks-")
+        self.folder = Path(self._folder.name)
+        self._listener = Listener(str(self.folder / "socket"), "AF_UNIX", authkey=(key := os.urandom(16)))
+        self._runs = 0
+        with (self.folder / "nursery.log").open("wb") as log:
+            # A session of its own: a Ctrl-C of the terminal reaches the parent alone, which ends the others.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rollproof.replay.ranks", str(self.folder)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )
+        try:
+            assert self._process.stdin is not None
+            pickle.dump({"key": key, "path": list(sys.path), "preload": tuple(preload)}, self._process.stdin)
+            self._process.stdin.close()
+            self._pipe = self._accept(limit_s)
+            self._ask("import", limit_s)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            self._folder.cleanup()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still fork."""
+        return self._process.poll() is None
+
+    def fork(self, start: dict[str, Any], limit_s: float) -> dict[int, Connection]:
+        """Fork the ranks of a run; returns their pipes."""
+        self._runs += 1
+        store = self.folder / f"store{self._runs}"
+        self._ask(("fork", {**start, "store": store.as_uri()}), limit_s)
+        pipes: dict[int, Connection] = {}
+        for _ in range(start["world_size"]):
+            pipe = self._accept(limit_s)
+            pipes[pipe.recv()] = pipe
+        return dict(sorted(pipes.items()))
+
+    def fate(self, rank: int) -> str:
+        """How a rank that is dead ended, in words."""
+        code: int = self._ask(("fate", rank), 10)
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def kill(self) -> None:
+        """End all ranks; returns when they are gone."""
+        with suppress(RankError):
+            self._ask("kill", 10)
+
+    def whereabouts(self, ranks: Sequence[int]) -> str:
+        """Where each of these ranks is, as a traceback of each."""
+        self._ask(("dump", list(ranks)), 10)
+        time.sleep(0.3)
+        return "".join(f"\n  rank {rank}:{self.tail(rank)}" for rank in ranks)
+
+    def tail(self, rank: int) -> str:
+        """The last lines that a rank wrote."""
+        text = (self.folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
+        return "".join(f"\n    {line}" for line in text.splitlines()[-_TAIL:])
+
+    def end(self) -> None:
+        self.kill()
+        self._pipe.close()  # it ends by itself; the signal is for one that is busy
+        self._process.kill()
+        self._process.wait()
+        self._listener.close()
+        self._folder.cleanup()
+
+    def _accept(self, limit_s: float) -> Connection:
+        """The next process to come. A process that never comes is one that died."""
+        socket: Any = self._listener._listener._socket  # type: ignore[attr-defined]
+        deadline = time.monotonic() + limit_s
+        while not wait([socket], 0.2):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise self._lost("did not start")
+        accepted = self._listener.accept()
+        assert isinstance(accepted, Connection)
+        return accepted
+
+    def _ask(self, what: Any, limit_s: float) -> Any:
+        try:
+            self._pipe.send(what)
+            if self._pipe.poll(limit_s):
+                done, answer = self._pipe.recv()
+                if done:
+                    return answer
+                raise RankError(f"The ranks cannot be started: {answer}", rank=None)
+        except (EOFError, OSError):
+            pass
+        raise self._lost("gave no answer")
+
+    def _lost(self, what: str) -> RankError:
+        log = self.folder / "nursery.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:] if log.exists() else []
+        return RankError("\n    ".join([f"The process that starts the ranks {what}. Its last output:", *lines]), rank=None)
+
+
+def _nurse(folder: Path) -> None:
+    """The life of the nursery: import, then fork, kill and report until the parent closes the pipe."""
+    start = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the parent, which started this process
+    sys.path[:] = start["path"]
+    with Client(str(folder / "socket"), "AF_UNIX", authkey=start["key"]) as pipe:
+        children: dict[int, int] = {}
+        fates: dict[int, int] = {}
+        try:
+            while True:
+                ask = pipe.recv()
+                try:
+                    answer = _nursed(ask, folder, start, children, fates, pipe)
+                except Exception:  # noqa: BLE001 - told to the parent, whatever it is
+                    pipe.send((False, traceback.format_exc()))
+                else:
+                    pipe.send((True, answer))
+        except (EOFError, OSError):
+            pass
+        finally:
+            _end(children, fates)
+
+
+def _nursed(ask: Any, folder: Path, start: dict[str, Any], children: dict[int, int], fates: dict[int, int], pipe: Connection) -> Any:
+    match ask:
+        case "import":
+            import torch
+
+            torch.set_num_threads(1)
+            for module in start["preload"]:
+                importlib.import_module(module)
+        case ("fork", run):
+            fates.clear()
+            for rank in range(run["world_size"]):
+                children[rank] = os.fork()
+                if children[rank] == 0:
+                    try:
+                        pipe.close()
+                        _live(rank, run, folder, start["key"])
+                    finally:
+                        os._exit(1)  # never on into the nursery's own code
+        case ("dump", ranks):
+            for rank in ranks:
+                os.kill(children[rank], signal.SIGUSR1)
+        case ("fate", rank):
+            fates[rank] = os.waitstatus_to_exitcode(os.waitpid(children.pop(rank), 0)[1])
+            return fates[rank]
+        case "kill":
+            _end(children, fates)
+    return None
+
+
+def _end(children: dict[int, int], fates: dict[int, int]) -> None:
+    for rank, pid in children.items():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        fates[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    children.clear()
+
+
+def _live(rank: int, run: dict[str, Any], folder: Path, key: bytes) -> NoReturn:
+    """The life of one rank: join the group, then one job after the other, until the parent closes the pipe."""
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
+    sys.path[:] = run["path"]
+    pipe = Client(str(folder / "socket"), "AF_UNIX", authkey=key)
+    pipe.send(rank)
+    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def receive() -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                jobs.put(pipe.recv())
+        os._exit(0)  # the parent is gone: a collective that waits for other ranks must not keep this one alive
+
+    def answer(work: Callable[[], Any]) -> None:
+        try:
+            said = _Said(result=work())
+        except Exception as error:  # noqa: BLE001 - whatever a job raises is told to the parent
+            said = _Said(failed=traceback.format_exc(), error=_portable(error), at=time.monotonic())
+        pipe.send(said)
+
+    task: list[Task] = []
+    answer(lambda: task.append(_join(rank, run)))
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        job = jobs.get()
+        answer(lambda job=job: task[0](rank, run["world_size"], job))  # type: ignore[misc]
+
+
+def _portable(error: Exception) -> Exception | None:
+    """The exception, where the parent can read it."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - what was dumped in the line itself
+    except Exception:  # noqa: BLE001 - exceptions of frameworks fail here in many ways
+        return None
+    return error
+
+
+def _join(rank: int, run: dict[str, Any]) -> Task:
+    """Join the gloo group and import the task. The ranks meet in a file: no port has to be free."""
+    from datetime import timedelta
+
+    import torch
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=run["store"], rank=rank, world_size=run["world_size"], timeout=timedelta(seconds=run["limit_s"])
+    )
+    module, _, name = run["task"].partition(":")
+    task: Task = getattr(importlib.import_module(module), name)
+    return task
+
+
+if __name__ == "__main__":
+    # Under its own name, so that what it sends is what the parent knows.
+    from rollproof.replay import ranks
+
+    ranks._nurse(Path(sys.argv[1]))
