@@ -21,6 +21,7 @@ from rollproof.engine_terms import PauseMode, StreamMode
 from rollproof.event import Event
 from rollproof.records import BatchRow, EngineOutput, IntArray, LogprobArray, Request, Rollout, Scalar, Span, Version
 from rollproof.replay.events import Install, Outcome, Residue, Routing, Step
+from rollproof.replay.laid import Laid
 
 __all__ = [
     "EVENT_KINDS",
@@ -332,6 +333,7 @@ _KINDS = (
     Install,
     Outcome,
     Residue,
+    Laid,
 )
 EVENT_KINDS: Mapping[str, type[Event]] = {cls.kind: cls for cls in _KINDS}
 
@@ -344,7 +346,8 @@ class Header:
     parameters of the coded policy (``rollproof.fakes.coded``) where one answered, so that a reader can rebuild the
     oracle; ``case`` the JSON form of the case that was run, so that it can be run again. ``recipe`` says how to make the
     subject again (``{"subject": "module:factory"}``, ``{"stack": "verl", "version": "0.9.1"}``). ``about`` is what the trace
-    tells of: ``rollouts``, ``batches`` (``rollproof.batching``) or ``replay`` (``rollproof.replay``).
+    tells of: ``rollouts``, ``batches`` (``rollproof.batching``), ``replay`` (``rollproof.replay``) or
+    ``layouts`` (``rollproof.replay.layouts``).
     """
 
     subject: str

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from rollproof.contract import LayerAxis
+from rollproof.contract import LayerAxis, Provenance, Rows
 from rollproof.errors import LayoutError
 from rollproof.records import IntArray
 from rollproof.replay.layouts.context import Context, context_rows, contiguous_rows
@@ -35,7 +35,7 @@ from rollproof.replay.layouts.stages import Chunks, Stages
 
 __all__ = ["Layout"]
 
-_ENUMS = {"layer_axis": LayerAxis, "side": Side, "order": Order, "context": Context, "fill": Fill, "final": Fill}
+_ENUMS = {"layer_axis": LayerAxis, "held": Rows, "provenance": Provenance, "side": Side, "order": Order, "context": Context, "fill": Fill, "final": Fill}
 _RECORDS: Mapping[str, Any] = {"mesh": Mesh, "stages": Stages, "alignment": Alignment}
 
 
@@ -44,9 +44,9 @@ class Layout:
     """A trainer's conventions and sizes. Plain strings are accepted for enum members. Raises ``LayoutError``.
 
     ``moe_layers`` are the layers with a router (default: all), ``layer_axis`` says whether a payload has a column for each layer or for
-    MoE layers only, ``dtype`` what ids are kept in. A batch is ``packed`` into one row of sequences, or padded on a ``side`` and
-    flattened in an ``order``. ``fill`` stands in padding rows, ``final`` in rows of tokens that were never captured;
-    ``group`` is the microbatch group of an interleaved schedule (default: the pipeline size).
+    MoE layers only, ``held`` how many rows a sample of T tokens brings, ``provenance`` which call's row a resumed sample keeps,
+    ``dtype`` what ids are kept in. A batch is ``packed`` into one row of sequences, or padded on a ``side`` and flattened in an ``order``. ``fill`` stands in padding rows, ``final`` in rows of
+    tokens that were never captured; ``group`` is the microbatch group of an interleaved schedule (default: the pipeline size).
     """
 
     num_layers: int
@@ -54,6 +54,8 @@ class Layout:
     top_k: int
     moe_layers: tuple[int, ...] | None = None
     layer_axis: LayerAxis = LayerAxis.ALL
+    held: Rows = Rows.FORWARDED
+    provenance: Provenance = Provenance.AS_SAMPLED
     dtype: str = "int16"
     mesh: Mesh = field(default_factory=Mesh)
     stages: Stages = field(default_factory=Stages)

@@ -1,7 +1,8 @@
 """Payloads: rows that carry their own identity, so that a row in a wrong place says where it belongs.
 
 The cell of layer l at position p of sample s is the number ``(s * positions + p) * columns + l``, written as an int64 side tensor
-or as k distinct expert ids, of which the first two spell it: a framework cannot tell such a payload from real routes.
+or as k distinct expert ids, of which the first two spell it: a framework cannot tell such a payload from real routes. Numbers
+are written so that the usual fillers (zeros, -1, experts 0 to k - 1) are none of them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ __all__ = ["Coding"]
 class Coding:
     """Sizes of a coded payload: ``experts=0`` makes it a side tensor with one number a cell.
 
-    Raises ``LayoutError`` where the experts are too few to tell all cells apart: ``experts * (experts - 1)`` pairs exist.
+    Raises ``LayoutError`` where the experts are too few to tell all cells apart: there are ``(experts - 1) ** 2`` pairs whose first id
+    is not 0.
     """
 
     samples: int
@@ -32,7 +34,7 @@ class Coding:
 
     def __post_init__(self) -> None:
         cells = self.samples * self.positions * self.columns
-        if self.experts and (self.top_k < 2 or self.top_k > self.experts or cells > self.experts * (self.experts - 1)):
+        if self.experts and (self.top_k < 2 or self.top_k > self.experts or cells > (self.experts - 1) ** 2):
             raise LayoutError(
                 f"{self.experts} experts with top_k={self.top_k} cannot tell {self.samples} samples x {self.positions} positions x "
                 f"{self.columns} columns apart: take more experts, fewer cells, or a side tensor (experts=0)."
@@ -51,8 +53,8 @@ class Coding:
     def encode(self, cells: npt.NDArray[np.int64]) -> IntArray:
         """``(..., width)`` for numbers ``(...)``."""
         if not self.experts:
-            return cells[..., None]
-        first, second = np.divmod(cells, self.experts - 1)
+            return cells[..., None] + 1
+        first, second = np.divmod(cells + self.experts - 1, self.experts - 1)
         second = second + (second >= first)
         rest = np.arange(self.top_k)  # among top_k ids, at least top_k - 2 are neither of the two
         free = (rest != first[..., None]) & (rest != second[..., None])
@@ -63,10 +65,10 @@ class Coding:
         """The numbers ``(...)`` of ``(..., width)``; -1 where no cell is written that way."""
         ids = rows.astype(np.int64)
         if not self.experts:
-            cells = ids[..., 0]
+            cells = ids[..., 0] - 1
         else:
             first, second = ids[..., 0], ids[..., 1]
-            cells = first * (self.experts - 1) + second - (second > first)
+            cells = (first - 1) * (self.experts - 1) + second - (second > first)
         legal = (cells >= 0) & (cells < self.samples * self.positions * self.columns)
         cells = np.where(legal, cells, -1)
         return np.where((self.encode(np.maximum(cells, 0)) == ids).all(axis=-1), cells, -1)
