@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rollproof.contract import Contract, Filler, LayerAxis, MissingLogprobs, PartialOff, Provenance, ResumeBy, Rows, Versions
+from rollproof.contract import Contract, Filler, LayerAxis, MissingLogprobs, PartialOff, Provenance, ResumeBy, Rows, Sampling, Versions
 from rollproof.fakes.calls import filler_rows
 from rollproof.fakes.failures import EnginePaused
 from rollproof.fakes.flavours import Recompute
@@ -154,6 +154,7 @@ class AsSampled:
             loss_mask=multi_turn,
             multi_turn=multi_turn,
             multimodal=True,
+            sampling=Sampling.FORWARDED,
             abort_surfaces=self.aborts_surface(fleet),
             partial_off=chosen.partial_off,
             kv_policy=fleet.kv_policy,

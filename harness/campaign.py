@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rollproof.progress import Progress
 from rollproof.report import Canary, Report
 from rollproof.runner import run_case
 from rollproof.scenarios import Scenarios
-from rollproof.schedules import profile_named, random_cases, small_scope
+from rollproof.schedules import LATER_REQUEST, profile_named, random_cases, scope_families
 from rollproof.shrink import shrink
 from rollproof.subjects import SubjectFactory
 from rollproof.trace import PauseMode, Trace
@@ -93,11 +94,12 @@ def run_conformance(
     )
 
 
-def cases_for(factory: SubjectFactory, *, profile: str, seed: int, flavours: Iterable[str] | None = None) -> Iterator[Case]:
+def cases_for(factory: SubjectFactory, *, profile: str, seed: int, flavours: Iterable[str] | None = None, thin: int = 1) -> Iterator[Case]:
     """The schedules of a profile for the subject, flavour by flavour.
 
     The subject is started once per flavour to ask for its contract. A contract with a model of its own fixes the size of
-    the coded model; one that follows the fleet is tried on many sizes.
+    the coded model; one that follows the fleet is tried on many sizes. ``thin`` keeps one case in so many of each family and of the
+    random ones, but all with a later request: there each case shows what no other one does.
     """
     settings = profile_named(profile)
     found = probe(factory, flavours)
@@ -107,9 +109,10 @@ def cases_for(factory: SubjectFactory, *, profile: str, seed: int, flavours: Ite
         )
     share = max(1, settings.random_cases // len(found)) if settings.random_cases else 0
     for flavour, contract, model in found:
-        scope = small_scope(flavour, contract, scope=settings.scope, model=model, seed=seed)
+        families = scope_families(flavour, contract, scope=settings.scope, model=model, seed=seed)
+        scope = (case for name, cases in families for case in islice(cases, 0, None, 1 if name == LATER_REQUEST else thin))
         yield from _distinct(_honest(case, contract) for case in scope)
-        drawn = random_cases(seed, share, flavour=flavour, contract=contract, model=model)
+        drawn = islice(random_cases(seed, share, flavour=flavour, contract=contract, model=model), 0, None, thin)
         yield from (_honest(case, contract) for case in drawn)
 
 

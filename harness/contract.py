@@ -27,6 +27,7 @@ __all__ = [
     "Provenance",
     "ResumeBy",
     "Rows",
+    "Sampling",
     "TagRead",
     "Versions",
 ]
@@ -122,6 +123,15 @@ class MissingLogprobs(StrEnum):
     """The position holds anything, and its loss mask is 0."""
 
 
+class Sampling(StrEnum):
+    """Whose sampling parameters (temperature, top_p, ...) the engines are called with."""
+
+    FORWARDED = "forwarded"
+    """The caller's, ``Request.sampling``, under the names that the caller gave."""
+    OWN = "own"
+    """The stack's own, or the caller's in a form of the stack's own."""
+
+
 class KvPolicy(StrEnum):
     """What happens to the KV cache of older weights at a weight update."""
 
@@ -151,7 +161,8 @@ class Contract:
     ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as ``"uint8"``, or several
     joined by ``|`` where the engine chooses by expert count. ``multi_turn`` says that the subject drives
     ``Request.turns``: it appends the environment's tokens after each natural end of the model's turn; ``multimodal`` that
-    it hands ``Request.media`` on to the engines. ``max_staleness`` bounds the versions between the newest published
+    it hands ``Request.media`` on to the engines; ``sampling`` whether it does so with ``Request.sampling`` (``None``: not
+    declared, so that a parameter which reaches no engine is unknown). ``max_staleness`` bounds the versions between the newest published
     weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines
     whose one label a reply need not name weights that sampled a token of it (``None``: it must). ``engine`` holds
     the terms of an engine's calls where the subject is one, ``replay`` those of a trainer with routing replay
@@ -169,6 +180,7 @@ class Contract:
     finish_reason: bool = True
     multi_turn: bool = False
     multimodal: bool = False
+    sampling: Sampling | None = None
     partial_off: PartialOff | None = None
     max_staleness: int | None = None
     tag_read: TagRead | None = None
@@ -357,6 +369,7 @@ _ENUMS: Mapping[str, type[StrEnum]] = {
     "missing_logprobs": MissingLogprobs,
     "partial_off": PartialOff,
     "tag_read": TagRead,
+    "sampling": Sampling,
     "final_row": Filler,
     "layer_axis": LayerAxis,
     "filler": Filler,

@@ -225,7 +225,9 @@ class _Run:
         _check_shapes(rollout, _name_of(self.factory))
         # The record gets arrays of its own: views of a stack's buffers would change in the trace when they are written again.
         own = {name: value.copy() for name in _ARRAYS if (value := getattr(rollout, name)) is not None}
-        return replace(rollout, request_id=request.request_id, **own)
+        # an id that no request has is the stack's own affair; that of another one is kept, for stitch.request-id to judge
+        theirs = any(other.request_id == rollout.request_id for other in self.case.requests)
+        return replace(rollout, request_id=rollout.request_id if theirs else request.request_id, **own)
 
     async def _update(self, version: int | None) -> None:
         await _maybe(self.subject.update_weights(version))

@@ -1,6 +1,6 @@
 """Lifecycle: every request ends once, nothing is lost or left running, and nothing fails that had no reason to.
 
-Which calls a stack may make is in ``calls``, what aborts may do in ``aborts``, which replies a stack may use in
+Which calls a stack may make is in ``calls``, what aborts may do in ``aborts`` and ``sweeps``, which replies a stack may use in
 ``consumption``; all have ids ``lifecycle.*``.
 """
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, request_check, trace_check
 from rollproof.contract import PartialOff, Provenance, ResumeBy
-from rollproof.invariants import aborts, calls, consumption
+from rollproof.invariants import aborts, calls, consumption, sweeps
 from rollproof.invariants.fold import Ending, Fold, Recent, case_option, keep
 from rollproof.records import FinishReason
 from rollproof.trace import Call, Fault, Gauge, Reply, Result, Submit
@@ -333,6 +333,7 @@ CHECKS: tuple[Check, ...] = (
     _drops,
     *calls.CHECKS,
     *aborts.CHECKS,
+    *sweeps.CHECKS,
     *consumption.CHECKS,
 )
 """The family ``lifecycle``, in the order of a report."""

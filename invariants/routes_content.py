@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollproof.checks import Collector, request_check
-from rollproof.contract import Filler, Provenance, ResumeBy, Rows
+from rollproof.contract import Contract, Filler, LayerAxis, Provenance, ResumeBy, Rows
 from rollproof.invariants import route_evidence
-from rollproof.invariants.route_evidence import is_filler
+from rollproof.invariants.route_evidence import BoolArray, is_filler
 from rollproof.invariants.route_strays import Stray, group_of
 from rollproof.invariants.route_words import amount, attempt_words, has_routes, needs_rows, plural, ranges
 
 if TYPE_CHECKING:
+    from rollproof.records import IntArray
     from rollproof.view import RequestView
 
 __all__ = ["CHECKS"]
@@ -251,7 +252,7 @@ def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, bad: l
 
 @request_check(
     "routes.content",
-    promise="Every captured row is what the engine returned.",
+    promise="Every captured row holds the experts that the engine returned; their order within a layer is the stack's.",
     needs=_NEEDS,
     exercised_by=_COMPARED,
     applies=has_routes,
@@ -273,5 +274,60 @@ def _content(view: RequestView, out: Collector) -> None:
     )
 
 
-CHECKS = (_position, _layer, _provenance, _isolation, _captured, _filler, _content)
+def _has_dense_columns(contract: Contract) -> str | None:
+    if (reason := has_routes(contract)) is not None:
+        return reason
+    if contract.layer_axis is LayerAxis.MOE or len(contract.moe_layers or ()) == contract.num_layers:
+        return "no dense layer has a column (layer_axis, moe_layers)"
+    return "top_k is 1: one id cannot be told from a filler" if contract.top_k == 1 else None
+
+
+@request_check(
+    "routes.dense-columns",
+    promise="The column of a dense layer holds no choice of experts: what the engine returned there, or any filler.",
+    needs=_NEEDS,
+    exercised_by=_COMPARED,
+    applies=_has_dense_columns,
+)
+def _dense_columns(view: RequestView, out: Collector) -> None:
+    """A cell of one id repeated, of ids that count up, or the same in every row is a filler, declared or not."""
+    if not _compared(view, out):
+        return
+    evidence, contract = route_evidence.of(view), view.contract
+    if len(evidence.mismatched):
+        out.absent("rows that another check explains")
+        return
+    dense = [layer for layer in range(contract.num_layers or 0) if layer not in (contract.moe_layers or ())]
+    for piece in evidence.pieces:
+        low, high = max(piece.start, evidence.start), min(piece.end, evidence.end)
+        if low >= high or evidence.routes is None:
+            continue
+        cells = evidence.routes[low - evidence.start : high - evidence.start, dense]
+        own = piece.rows[low - piece.start : high - piece.start, dense] if piece.rows.shape[1] == contract.num_layers else None
+        if own is not None and (cells == own).all():
+            continue
+        steps = np.diff(cells.astype(np.int64)) % (contract.num_experts or 1)
+        alien = (cells != cells[:1]).any(axis=2) & (steps > 1).any(axis=2)
+        if own is not None:
+            alien &= (cells != own).any(axis=2)
+        if alien.any():
+            _report_dense(view, out, low, cells, alien, dense)
+            return
+
+
+def _report_dense(view: RequestView, out: Collector, low: int, cells: IntArray, alien: BoolArray, dense: list[int]) -> None:
+    row, column = (int(i) for i in np.argwhere(alien)[0])
+    layers = [layer for layer, bad in zip(dense, alien.any(axis=0), strict=True) if bad]
+    out.finding(
+        "the column of a dense layer holds what looks like a choice of experts",
+        expected=f"the engine's own value or a filler in {plural(len(dense), 'dense layer')} (layer {ranges(dense)})",
+        observed=f"experts {cells[row, column].tolist()} at position {low + row} in layer {dense[column]}; so in "
+        f"{plural(int(alien.any(axis=1).sum()), 'row')} (layer {ranges(layers)})",
+        where=view.where(position=low + row, layer=dense[column], segment=view.segment_of(low + row)),
+        hint="A dense layer has no router: a buffer was not cleared, or columns were moved. A trainer that maps columns by their order "
+        "replays them in the MoE layer behind (verl #5037).",
+    )
+
+
+CHECKS = (_position, _layer, _provenance, _isolation, _captured, _filler, _content, _dense_columns)
 """Checks of content."""

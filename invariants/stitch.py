@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from rollproof.checks import Check, Collector, request_check
 from rollproof.contract import ResumeBy
-from rollproof.invariants import stitch_budget, stitch_calls, stitch_logprobs, stitch_masks
+from rollproof.invariants import shortfall, stitch_budget, stitch_calls, stitch_logprobs, stitch_masks
 from rollproof.invariants.delivery import delivery, missing_reason
 from rollproof.invariants.token_faults import contains, describe_token_fault
 from rollproof.invariants.wording import count, listing, ranges, share, window
@@ -43,6 +43,35 @@ def prompt_kept(view: RequestView, out: Collector) -> None:
         observed=f"{window(got, at)}; the first difference is at position {at}",
         where=view.where(position=at),
         hint="Routes and logprobs are placed by prompt length, so a prompt that was cut, padded or retokenised shifts every one of them.",
+    )
+
+
+@request_check(
+    "stitch.request-id",
+    promise="A sample carries the id of its own request, never that of another request of the run.",
+    needs="a delivered sample, and other requests of the run",
+    exercised_by="samples beside other requests",
+)
+def request_id_kept(view: RequestView, out: Collector) -> None:
+    """Compare the record's id with those of the run's requests.
+
+    Requests of a group share a prompt, and may share an id; an id that no request has is the stack's own affair.
+    """
+    rollout, request = view.rollout, view.request
+    if rollout is None:
+        return out.absent(missing_reason(view))
+    others = [other.request for other in view.neighbours if other.request.request_id != request.request_id]
+    out.exercised("samples beside other requests", int(bool(others)))
+    taken = next((other for other in others if other.request_id == rollout.request_id), None)
+    if taken is None or (request.group is not None and taken.group == request.group):
+        return None
+    return out.finding(
+        f"The sample of request {request.request_id} carries the id of request {taken.request_id}",
+        expected=f"request id {request.request_id!r}",
+        observed=f"request id {rollout.request_id!r}",
+        where=view.where(),
+        hint="Rewards and advantages are joined by id, so both requests get the wrong ones: results were matched by the order of their "
+        "ends, or a shared variable was read after the next request had written it.",
     )
 
 
@@ -201,6 +230,7 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 CHECKS: tuple[Check, ...] = (
     prompt_kept,
+    request_id_kept,
     tokens_kept,
     environment_tokens,
     matches_unbroken,
@@ -210,4 +240,5 @@ CHECKS: tuple[Check, ...] = (
     *stitch_logprobs.CHECKS,
     *stitch_masks.CHECKS,
     *stitch_budget.CHECKS,
+    *shortfall.CHECKS,
 )

@@ -246,20 +246,25 @@ def finish_length(view: RequestView, out: Collector) -> None:
     size = _turn_lengths(view)[-1]
     first = next((step for step in reversed(reference.steps) if step.spent == 0), None)
     cap = view.attempts[first.attempt].call.max_tokens if first is not None else None
+    stopped = reference.finish_reason is FinishReason.STOP
+    if not stopped and cap is not None and size >= cap:
+        return None  # an abort on the last token of a cap cut nothing off either
     if reference.finish_reason in (FinishReason.LENGTH, FinishReason.COMPLETED):
         short = reply is not None and last.call.max_tokens is not None and len(reply.output.token_ids) < last.call.max_tokens
-        if budget is None or cap is None or size >= cap or short:
+        if budget is None or cap is None or short:
             return None
-    limit = min(bound for bound in (budget, cap) if bound is not None) if budget is not None or cap is not None else None
-    out.finding(
+    bounds = [bound for bound in (budget, cap) if bound is not None and bound > size]
+    limit = min(bounds) if bounds else None
+    return out.finding(
         f"The sample says length after {count(size, 'token')}" + (f" of {limit}" if limit is not None else ", although nothing limits it"),
         expected=f"length only once all {limit} are sampled" if limit is not None else f"{reference.finish_reason!s}, as the engine said",
         observed=f"the last reply, to call {last.number}, ended by {reference.finish_reason!s}, granted {last.call.max_tokens}",
         where=view.where(call=last.number),
-        hint="An unfinished response counts as one that reached its limit: a cap on retries, or a loop that compares with a "
+        hint="The engine ended the response itself: a whole answer counts as cut, and is filtered or penalised as one."
+        if stopped
+        else "An unfinished response counts as one that reached its limit: a cap on retries, or a loop that compares with a "
         "budget which it shrinks itself, ends it early (AReaL #858, and its bridge after 20 aborts).",
     )
-    return None
 
 
 @request_check(

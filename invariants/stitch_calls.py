@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, request_check
-from rollproof.contract import Contract, Provenance, ResumeBy
+from rollproof.contract import Contract, Provenance, ResumeBy, Sampling
 from rollproof.invariants.wording import call_name, count, listing, share, window
 from rollproof.records import FinishReason, Scalar
 from rollproof.stitching import Step, stitch
@@ -24,10 +24,18 @@ _FREE_PARAMETERS = frozenset(
     }
 )
 """Parameters that may differ from attempt to attempt: budgets shrink, seeds and labels of a call are its own."""
-_COMMON_PARAMETERS = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"}
-)
-"""Parameters that mean the same to every stack and engine, so that a call's can be compared with the request's."""
+_COMMON_PARAMETERS: Mapping[str, tuple[Scalar, ...]] = {
+    "temperature": (1.0,),
+    "top_p": (1.0,),
+    "top_k": (-1, 0),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "ignore_eos": (False,),
+}
+"""Parameters that mean the same to every stack and engine, so that a call's can be compared with the request's; with the
+values that change nothing, which a stack may leave out as well."""
 
 
 def not_resumed(contract: Contract) -> str:
@@ -178,6 +186,45 @@ def sampling_kept(view: RequestView, out: Collector) -> None:
     return None
 
 
+@request_check(
+    "stitch.sampling-forwarded",
+    promise="What a caller sets for sampling (temperature, top_p, ...) is carried by the calls of its request.",
+    needs="a request with sampling parameters, its engine calls, and a contract that declares whether they are forwarded (sampling)",
+    exercised_by="parameters of callers",
+    applies=lambda contract: "the contract declares sampling='own'" if contract.sampling is Sampling.OWN else None,
+)
+def sampling_forwarded(view: RequestView, out: Collector) -> None:
+    """Look for parameters that no call carries. One that only some calls carry, or carry with another value, is ``sampling-params``'s.
+
+    A stack that carries it shows that it forwards, whatever it declares; one that does not may rename or replace it, so only what
+    is declared can be broken. Greedy sampling has many spellings, and is not looked for.
+    """
+    asked = view.request.sampling
+    named = [name for name in asked if name in _COMMON_PARAMETERS]
+    carried = [name for name in named if any(name in attempt.call.sampling for attempt in view.attempts)]
+    out.exercised("parameters of callers", len(carried))
+    if not view.attempts:
+        return out.absent("no engine call of the request was recorded")
+    free = {"temperature": (*_COMMON_PARAMETERS["temperature"], 0.0)}
+    gone = [name for name in named if name not in carried and asked[name] not in (None, *free.get(name, _COMMON_PARAMETERS[name]))]
+    if not gone:
+        return None
+    wanted = ", ".join(f"{name}={_parameter(asked, name)}" for name in gone)
+    if view.contract.sampling is None:
+        return out.absent(
+            f"the caller gave {wanted}, and no call carries it: declare sampling='forwarded' to have that judged, or sampling='own' "
+            "where the stack chooses its parameters itself"
+        )
+    return out.finding(
+        f"No call carries {count(len(gone), 'sampling parameter')} that the caller gave: {listing(gone)}",
+        expected=f"{wanted} on every call (sampling='forwarded')",
+        observed=f"{count(len(view.attempts), 'call')} without; the first carries {_parameters(view.attempts[0].call.sampling)}",
+        where=view.where(call=0, server=view.attempts[0].call.server_id),
+        hint="The engine samples with its defaults (vLLM: those of the model's generation_config.json), and the trainer corrects for "
+        "parameters that were never used.",
+    )
+
+
 def _changed_parameters(
     view: RequestView, attempt: Attempt, want: Mapping[str, Scalar], names: Sequence[str], origin: str, out: Collector
 ) -> None:
@@ -189,6 +236,10 @@ def _changed_parameters(
         where=view.where(call=attempt.number, server=attempt.call.server_id),
         hint="The rest of the response is sampled from another distribution than its start; the parameters must travel with every attempt.",
     )
+
+
+def _parameters(given: Mapping[str, Scalar]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items()) or "none"
 
 
 def _parameter(given: Mapping[str, Scalar], name: str) -> str:
@@ -225,4 +276,4 @@ def media_kept(view: RequestView, out: Collector) -> None:
             return
 
 
-CHECKS: tuple[Check, ...] = (resume_prompt, no_call_after_end, sampling_kept, media_kept)
+CHECKS: tuple[Check, ...] = (resume_prompt, no_call_after_end, sampling_kept, sampling_forwarded, media_kept)

@@ -40,6 +40,17 @@ class _ShiftedLayers(AsSampled):
         return rows if rows is None else np.roll(rows, 1, axis=1)
 
 
+class _DenseLeftovers(AsSampled):
+    """The buffer of the dense layers is that of an earlier sample."""
+
+    def final_routes(self, sample: Sample) -> IntArray | None:
+        rows = super().final_routes(sample)
+        if rows is None:
+            return None
+        rows[:, 0] = np.roll(rows[:, 1], 1, axis=0)
+        return rows
+
+
 class _WrongByteOrder(AsSampled):
     def final_routes(self, sample: Sample) -> IntArray | None:
         rows = super().final_routes(sample)
@@ -153,6 +164,14 @@ _RETRACTED = case(act(ActionKind.SYNC, 3), pause_mode=PauseMode.RETRACT)
 _CACHED = case(act(ActionKind.SYNC, 3), engine=EngineOptions(prefix_cache=True))
 
 BUGS: tuple[KnownBug, ...] = (
+    KnownBug(
+        id="dense-columns-not-cleared",
+        summary="The columns of dense layers hold what was left in the buffer, and it looks like a choice of experts.",
+        refs=("cf. sglang#23885", "cf. sglang#34319"),
+        make=_DenseLeftovers,
+        cases=(_DENSE_FIRST,),
+        kills=("routes.dense-columns",),
+    ),
     KnownBug(
         id="layers-by-ordinal",
         summary="Columns are taken for MoE layers in order, although the engine counts dense layers too.",

@@ -191,6 +191,17 @@ class _LosesQueued(FakeEngine):
         await super()._end_all(calls)
 
 
+class _SweepsAtEnd(AsSampled):
+    """Cleans up behind each rollout with the abort that it has: that of everything."""
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        try:
+            return await super().rollout(request)
+        finally:
+            for server in self.fleet.servers.values():
+                await server.abort()
+
+
 class _DropsAborted(FakeEngine):
     """Aborted calls leave the batch, and nobody answers them."""
 
@@ -333,6 +344,14 @@ BUGS: tuple[KnownBug, ...] = (
         cases=(case(act(ActionKind.SYNC, 3, "r1"), requests=_ALIKE, flavour="sglang"),),
         kills=("lifecycle.abort-hits-target",),
         also=("weights.update-loads",),  # what stands for the update here aborts one request and loads nothing
+    ),
+    KnownBug(
+        id="abort-of-everything",
+        summary="Each rollout aborts everything on every server when it ends, and the others prefill anew.",
+        refs=("cf. verl#6866",),
+        make=_SweepsAtEnd,
+        cases=(case(requests=(request(max_tokens=3), request("r1", (31, 32, 33)), request("r2", (41, 42), max_tokens=9)), servers=2),),
+        kills=("lifecycle.end-spares-others",),
     ),
     KnownBug(
         id="queued-abort-loses-tokens",

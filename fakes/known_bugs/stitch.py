@@ -13,7 +13,7 @@ from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, EMPTY, ENDING, TURNS, act, case, on_engine, request
 from rollproof.fakes.managers import AsSampled, Sample
 from rollproof.known_bug import KnownBug
-from rollproof.records import EngineOutput, FinishReason, Rollout, Scalar
+from rollproof.records import EngineOutput, FinishReason, Request, Rollout, Scalar
 from rollproof.trace import Call
 
 __all__ = ["BUGS"]
@@ -85,6 +85,26 @@ class _RetokenisesTools(AsSampled):
 class _ForgetsTemperature(AsSampled):
     def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
         return super().sampling_for(sample) if sample.attempts <= 1 else {}
+
+
+class _DropsSampling(AsSampled):
+    def sampling_for(self, sample: Sample) -> dict[str, Scalar]:
+        return {}
+
+
+class _IdOfTheLast(AsSampled):
+    """The id is read from a variable that every rollout writes as it begins."""
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        self._id = request.request_id
+        rollout = await super().rollout(request)
+        return None if rollout is None else replace(rollout, request_id=self._id)
+
+
+class _OneTooFew(AsSampled):
+    def next_budget(self, sample: Sample) -> int | None:
+        left = super().next_budget(sample)
+        return left if left is None else left - 1
 
 
 class _ForgetsMedia(AsSampled):
@@ -233,6 +253,30 @@ BUGS: tuple[KnownBug, ...] = (
         make=_ForgetsTemperature,
         cases=(_aborted(_WARM),),
         kills=("stitch.sampling-params",),
+    ),
+    KnownBug(
+        id="sampling-dropped",
+        summary="No call carries the caller's sampling parameters, so the engine samples with its own defaults.",
+        refs=("NeMo-RL#3776", "cf. NeMo-RL#3497"),
+        make=_DropsSampling,
+        cases=(_aborted(_WARM),),
+        kills=("stitch.sampling-forwarded",),
+    ),
+    KnownBug(
+        id="id-of-another-request",
+        summary="Samples are labelled with the id of the request that began last.",
+        refs=("cf. vllm#394",),
+        make=_IdOfTheLast,
+        cases=(case(requests=(request(), request("r1", (31, 32, 33)))),),
+        kills=("stitch.request-id",),
+    ),
+    KnownBug(
+        id="one-token-too-few",
+        summary="Every call is granted one token less than is left, and the sample says that it reached its length.",
+        refs=("cf. AReaL#858",),
+        make=_OneTooFew,
+        cases=(case(requests=(request(max_tokens=2), request("r1", (31, 32, 33), max_tokens=8))),),
+        kills=("stitch.budget-used",),
     ),
     KnownBug(
         id="media-forgotten",

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from rollproof.case import Case
@@ -70,7 +69,7 @@ def _reference_cases(factory: SubjectFactory, turn: int, profile: str, seed: int
     flavours = [flavour for flavour, _, _ in probe(factory)]
     for number, flavour in enumerate(flavours):
         whole = profile != "pr" or number == turn % len(flavours)
-        yield from islice(cases_for(factory, profile=profile, seed=used, flavours=[flavour]), 0, None, 1 if whole else _THINNED)
+        yield from cases_for(factory, profile=profile, seed=used, flavours=[flavour], thin=1 if whole else _THINNED)
 
 
 def stack_targets(spec: str, parts: Iterable[str] = ()) -> tuple[str, list[Target]]:

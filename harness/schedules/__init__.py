@@ -6,10 +6,11 @@ Hypothesis is imported by ``strategies`` and ``machine`` only, which are not imp
 from __future__ import annotations
 
 from rollproof.schedules.drawing import Limits, random_cases
-from rollproof.schedules.exhaustive import PAUSE_MODES, Scope, modes_for, scope_families, scope_size, small_scope
+from rollproof.schedules.exhaustive import LATER_REQUEST, PAUSE_MODES, Scope, modes_for, scope_families, scope_size, small_scope
 from rollproof.schedules.profiles import PROFILES, Profile, profile_named
 
 __all__ = [
+    "LATER_REQUEST",
     "PAUSE_MODES",
     "PROFILES",
     "Limits",

@@ -19,7 +19,7 @@ from rollproof.fakes.flavours import flavour_named
 from rollproof.records import Request
 from rollproof.trace import PauseMode
 
-__all__ = ["PAUSE_MODES", "Scope", "modes_for", "scope_families", "scope_size", "small_scope"]
+__all__ = ["LATER_REQUEST", "PAUSE_MODES", "Scope", "modes_for", "scope_families", "scope_size", "small_scope"]
 
 PAUSE_MODES: Mapping[ResumeBy, tuple[PauseMode, ...]] = {
     ResumeBy.CLIENT: (PauseMode.ABORT, PauseMode.WAIT),
@@ -35,6 +35,8 @@ _ANSWERS = ((201, 202), (203,))
 _UPDATES = (ActionKind.SYNC, ActionKind.SYNC_UNLABELLED, ActionKind.SYNC_IDENTITY, ActionKind.RELABEL)
 _REQUEST = "r0"
 _SERVERS = ("s0", "s1")
+LATER_REQUEST = "a later request"
+"""The name of the family in which a second request waits while the weights change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,6 +353,6 @@ _FAMILIES: Mapping[str, Family] = {
     "queued calls": _queued,
     "every kind of action": _kinds,
     "partial rollout off": _partial_off,
-    "a later request": _later_request,
+    LATER_REQUEST: _later_request,
     "turns of the environment": _turns,
 }

@@ -141,6 +141,19 @@ def test_arrays_that_change_after_they_were_handed_over_are_recorded() -> None:
     assert ("routes",) == _result(run_case(Aliases, CASE)).later_changed
 
 
+@pytest.mark.parametrize(("label", "kept"), [("r1", "r1"), ("7c1e", "r0"), ("r0", "r0")])
+def test_the_id_of_another_request_is_kept(label: str, kept: str) -> None:
+    """An id of the stack's own making is replaced by the request's; that of another request is for the checks to see."""
+
+    class Labels(AsSampled):
+        def to_record(self, native: Rollout) -> Rollout:
+            return replace(native, request_id=label if native.request_id == "r0" else native.request_id)
+
+    both = replace(CASE, requests=(*CASE.requests, Request(request_id="r1", prompt_ids=(7, 8), max_tokens=4)))
+    results = {event.request_id: event.rollout for event in run_case(Labels, both) if isinstance(event, Result)}
+    assert {"r0": kept, "r1": "r1"} == {name: rollout and rollout.request_id for name, rollout in results.items()}
+
+
 def test_a_sync_subject_is_accepted() -> None:
     """Every method may be sync; a rollout that returns nothing is a dropped sample."""
 

@@ -272,13 +272,44 @@ def test_the_order_of_experts_within_a_cell_does_not_count() -> None:
     assert failing(story.judged(np.sort(story.good(), axis=2))) == set()
 
 
-def test_dense_columns_may_hold_anything() -> None:
-    """Dense layers have no capture under layer_axis='all': zeros, -1 and repetitions there are nobody's fault."""
+def test_dense_columns_may_hold_any_filler() -> None:
+    """Dense layers have no capture under layer_axis='all': zeros, -1, repetitions, and ids that count up through the rows."""
     story = Story(changes={**_MODELS["dense first"], "dtype": "int32"})
     rows = story.good().copy()
-    for value in (0, -1, 7):
+    running = np.arange(rows[:, 0].size).reshape(rows[:, 0].shape) % 8
+    for value in (0, -1, 7, np.array([5, 2]), np.arange(len(rows))[:, None], running):
         rows[:, 0] = value
-        assert failing(story.judged(rows)) == set()
+        judged = story.judged(rows)
+        assert failing(judged) == set()
+        assert judged["routes.dense-columns"].exercised == {"rows compared": len(rows)}
+
+
+def test_a_choice_in_a_dense_column_is_found() -> None:
+    """What looks like a capture of a layer that has no router is replayed by a trainer that counts columns."""
+    story = Story(changes=_MODELS["dense first"])
+    rows = story.good().copy()
+    rows[3:, 0] = np.roll(rows[3:, 1], 1, axis=0)
+    rows[0, 0] = (3, 1)
+    finding = only_finding(story.judged(rows), "routes.dense-columns")
+    assert finding.title == "the column of a dense layer holds what looks like a choice of experts"
+    assert finding.expected == "the engine's own value or a filler in 1 dense layer (layer 0)"
+    assert finding.where["layer"] == 0
+    assert "verl #5037" in finding.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "no dense layer has a column"),
+        (_MODELS["moe axis"], "no dense layer has a column"),
+        ({**_MODELS["dense first"], "top_k": 1}, "top_k is 1"),
+    ],
+)
+def test_where_no_dense_layer_has_a_column_there_is_none_to_judge(changes: dict[str, Any], reason: str) -> None:
+    """Or where one id could be anything."""
+    story = Story(changes=changes)
+    judged = story.judged(story.good())["routes.dense-columns"]
+    assert (Verdict.NOT_APPLICABLE, True) == (judged.verdict, reason in judged.reason)
 
 
 def test_an_engine_that_counts_moe_layers_feeds_a_stack_that_counts_all() -> None:

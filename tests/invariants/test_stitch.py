@@ -127,6 +127,41 @@ class TestPrompt:
         unknown(self.ID, story, "the request never ended")
 
 
+class TestRequestId:
+    """``stitch.request-id``."""
+
+    ID = "stitch.request-id"
+
+    def _beside(self, label: str, *, other: dict[str, Any] | None = None, mine: dict[str, Any] | None = None) -> Teller:
+        """A request r0 whose sample carries ``label``, beside a request r1."""
+        part = Part(tokens=(11,), reason="stop")
+        story = tell(part, request_id="r1", prompt=(3, 4), request=other)
+        trace = tell(part, teller=story, request=mine).trace()
+        return with_sample(trace, replace(sample_of(trace), request_id=label))
+
+    def test_the_id_of_another_request_is_found(self) -> None:
+        """Everything else in the sample is right."""
+        story = self._beside("r1")
+        finding = finds(self.ID, story)
+        assert "The sample of request r0 carries the id of request r1" == finding.title
+        assert ("request id 'r0'", "request id 'r1'") == (finding.expected, finding.observed)
+        assert {self.ID} == blamed(story)
+
+    @pytest.mark.parametrize("label", ["r0", "7c1e", ""])
+    def test_ids_of_the_stacks_own_making_pass(self, label: str) -> None:
+        """Its own, and one that no request has."""
+        passes(self.ID, self._beside(label), samples_beside_other_requests=1)
+
+    def test_members_of_a_group_may_share_an_id(self) -> None:
+        """Stacks label the samples of one prompt alike."""
+        passes(self.ID, self._beside("r1", other={"group": "g"}, mine={"group": "g"}))
+        finds(self.ID, self._beside("r1", other={"group": "g"}, mine={"group": "h"}))
+
+    def test_a_request_alone_cannot_be_mistaken(self) -> None:
+        """No other request, no other id."""
+        unknown(self.ID, tell(Part(tokens=(11,), reason="stop")), "not exercised: no samples beside other requests occurred")
+
+
 class TestTokens:
     """``stitch.tokens``."""
 

@@ -185,6 +185,17 @@ class TestFinishLength:
         assert observed in finding.observed
         assert {self.ID} == blamed(self._story(*parts, budget=budget))
 
+    def test_a_stop_within_a_cap_is_a_whole_answer(self) -> None:
+        """The engine's stop on the last token of a grant below the budget: the finding names the budget, and what is lost."""
+        story = self._story(Part(tokens=(11, 12), reason="stop", call={"max_tokens": 2}))
+        finding = finds(self.ID, story)
+        assert ("The sample says length after 2 tokens of 8", "length only once all 8 are sampled") == (finding.title, finding.expected)
+        assert "a whole answer counts as cut" in finding.hint
+
+    def test_an_abort_on_the_last_token_of_a_cap_ends_nothing_early(self) -> None:
+        """It cut nothing off that would have been granted."""
+        passes(self.ID, self._story(Part(tokens=(11, 12), call={"max_tokens": 2})), ends_by_length=1)
+
     def test_a_cap_that_held_from_the_first_call_is_a_budget(self) -> None:
         """The stack's own limit, or the engine's context window."""
         capped = (Part(tokens=(11, 12), call={"max_tokens": 4}), Part(tokens=(13, 14), reason="length", call={"max_tokens": 2}))

@@ -7,7 +7,7 @@ import pytest
 from rollproof.checks import Verdict
 from rollproof.records import FinishReason
 from tests.support.rollouts import Part, blamed, tell
-from tests.support.telling import Teller, check, finds, passes, unknown
+from tests.support.telling import Teller, check, finds, inapplicable, passes, unknown
 
 
 class TestResumePrompt:
@@ -197,6 +197,39 @@ class TestParameters:
         second = self._call(max_tokens=7, seed=2, logprobs=0, cache_salt="1", temperature=1.0)
         story = tell(first, second, request={"sampling": {"logprobs": True, "temperature": 1.0}}, abort_surfaces=True)
         passes(self.ID, story, first_calls=1, resuming_calls=1)
+
+    def test_parameters_that_no_call_carries_are_found_where_forwarding_is_declared(self) -> None:
+        """The whole rollout is sampled with the engine's defaults; a value that changes nothing may be left out."""
+        asked = {"sampling": {"temperature": 0.7, "top_p": 1.0, "top_k": 20, "seed": 3}}
+        story = tell(self._call(stop="x"), self._call(stop="x"), request=asked, abort_surfaces=True, sampling="forwarded")
+        finding = finds("stitch.sampling-forwarded", story)
+        assert "No call carries 2 sampling parameters that the caller gave: temperature and top_k" == finding.title
+        assert "temperature=0.7, top_k=20 on every call (sampling='forwarded')" == finding.expected
+        assert "2 calls without; the first carries stop='x'" == finding.observed
+        assert {"stitch.sampling-forwarded"} == blamed(story)
+
+    @pytest.mark.parametrize("sampling", [None, "forwarded"])
+    def test_a_parameter_that_is_carried_is_forwarded(self, sampling: str | None) -> None:
+        """A stack shows it, whatever it declares; one that is lost on the way is another check's subject."""
+        asked = {"sampling": {"temperature": 0.7}}
+        both = tell(self._call(temperature=0.7), self._call(temperature=0.7), request=asked, abort_surfaces=True, sampling=sampling)
+        passes("stitch.sampling-forwarded", both, parameters_of_callers=1)
+        lost = tell(self._call(temperature=0.7), self._call(), request=asked, abort_surfaces=True, sampling=sampling)
+        assert {self.ID} == blamed(lost)
+
+    def test_an_undeclared_stack_is_asked(self) -> None:
+        """It may rename the parameter, or choose its own: nobody is blamed, and the reason says what to declare."""
+        asked = {"sampling": {"temperature": 0.7}}
+        story = tell(self._call(t=0.7), request=asked, abort_surfaces=True)
+        unknown("stitch.sampling-forwarded", story, "declare sampling='forwarded' to have that judged, or sampling='own'")
+        own = tell(self._call(t=0.7), request=asked, abort_surfaces=True, sampling="own")
+        inapplicable("stitch.sampling-forwarded", own, "the contract declares sampling='own'")
+
+    @pytest.mark.parametrize("asked", [{}, {"temperature": 0}, {"temperature": None}, {"max_new_tokens": 4}])
+    def test_what_can_be_spelled_in_many_ways_is_not_looked_for(self, asked: dict[str, object]) -> None:
+        """Greedy sampling, nothing at all, and budgets."""
+        story = tell(self._call(), request={"sampling": asked}, abort_surfaces=True, sampling="forwarded")
+        unknown("stitch.sampling-forwarded", story, "not exercised")
 
     @pytest.mark.parametrize(("media", "verb"), [(None, "drops"), ("other.png", "changes")])
     def test_media_must_travel_with_every_attempt(self, media: str | None, verb: str) -> None:

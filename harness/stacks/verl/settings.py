@@ -6,7 +6,19 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, MissingLogprobs, PartialOff, Provenance, ResumeBy, Rows, Versions
+from rollproof.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    MissingLogprobs,
+    PartialOff,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Sampling,
+    Versions,
+)
 from rollproof.records import Request
 from rollproof.stacks.verl.server import CONVENTIONS, Lengths
 from rollproof.stacks.verl.versions import Verl
@@ -89,6 +101,7 @@ def client_contract(fleet: Fleet) -> Contract:
         logprobs=fleet.flavour.logprobs,
         abort_surfaces=not fleet.case.partial,
         multimodal=True,
+        sampling=Sampling.FORWARDED,
         kv_policy=KvPolicy.RECOMPUTE,
         missing_logprobs=MissingLogprobs.NEVER,
         partial_off=PartialOff.SURFACED,
