@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from rollproof.checks import Check
-from rollproof.invariants import batch, lifecycle, routes, stitch, versions, weights
+from rollproof.invariants import batch, layout, lifecycle, routes, stitch, versions, weights
 
 __all__ = ["CHECKS"]
 
-CHECKS: tuple[Check, ...] = (*stitch.CHECKS, *routes.CHECKS, *versions.CHECKS, *weights.CHECKS, *lifecycle.CHECKS, *batch.CHECKS)
+CHECKS: tuple[Check, ...] = (
+    *stitch.CHECKS,
+    *routes.CHECKS,
+    *versions.CHECKS,
+    *weights.CHECKS,
+    *lifecycle.CHECKS,
+    *batch.CHECKS,
+    *layout.CHECKS,
+)

@@ -35,7 +35,16 @@ from rollproof.replay.layouts.stages import Chunks, Stages
 
 __all__ = ["Layout"]
 
-_ENUMS = {"layer_axis": LayerAxis, "held": Rows, "provenance": Provenance, "side": Side, "order": Order, "context": Context, "fill": Fill, "final": Fill}
+_ENUMS = {
+    "layer_axis": LayerAxis,
+    "held": Rows,
+    "provenance": Provenance,
+    "side": Side,
+    "order": Order,
+    "context": Context,
+    "fill": Fill,
+    "final": Fill,
+}
 _RECORDS: Mapping[str, Any] = {"mesh": Mesh, "stages": Stages, "alignment": Alignment}
 
 
@@ -45,8 +54,9 @@ class Layout:
 
     ``moe_layers`` are the layers with a router (default: all), ``layer_axis`` says whether a payload has a column for each layer or for
     MoE layers only, ``held`` how many rows a sample of T tokens brings, ``provenance`` which call's row a resumed sample keeps,
-    ``dtype`` what ids are kept in. A batch is ``packed`` into one row of sequences, or padded on a ``side`` and flattened in an ``order``. ``fill`` stands in padding rows, ``final`` in rows of
-    tokens that were never captured; ``group`` is the microbatch group of an interleaved schedule (default: the pipeline size).
+    ``dtype`` what ids are kept in. A batch is ``packed`` into one row of sequences, or padded on a ``side`` and flattened in an
+    ``order``. ``fill`` stands in padding rows, ``final`` in rows of tokens that were never captured; ``group`` is the microbatch
+    group of an interleaved schedule (default: the pipeline size).
     """
 
     num_layers: int
