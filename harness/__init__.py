@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from rollproof.subjects import ReplaySubject as ReplaySubject
     from rollproof.subjects import RolloutSubject as RolloutSubject
     from rollproof.suites import BatchConformance as BatchConformance
+    from rollproof.suites import ReplayConformance as ReplayConformance
     from rollproof.suites import RolloutConformance as RolloutConformance
     from rollproof.suites import conformance as conformance
     from rollproof.trace import PauseMode as PauseMode
@@ -83,7 +84,7 @@ _HOMES = {
     "records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
     "report": ("Report",),
     "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
-    "suites": ("BatchConformance", "RolloutConformance", "conformance"),
+    "suites": ("BatchConformance", "ReplayConformance", "RolloutConformance", "conformance"),
     "trace": ("PauseMode", "Trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -112,6 +113,7 @@ __all__ = [
     "Fleet",
     "PauseMode",
     "Recording",
+    "ReplayConformance",
     "ReplaySubject",
     "Report",
     "Request",

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from rollproof.checks import Check, CheckResult, Collector, Registry, RequestJudge, TraceCheck, TraceJudge, Verdict, default_registry
 from rollproof.contract import Contract
 from rollproof.oracle import Oracle
+from rollproof.telling import told
 from rollproof.trace import EVENT_KINDS, Admit, Call, Event, Fault, Header, Observation, Reply, Result, Submit, Trace, Weights
 from rollproof.view import Attempt, History, RequestView
 
@@ -38,6 +39,8 @@ class JudgeContext:
     oracle: Oracle | None
     history: History = field(default_factory=History)
     open: dict[str, RequestView] = field(default_factory=dict)
+    shared: dict[type, Any] = field(default_factory=dict)
+    """What the checks of one family make of a trace together, by its class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +156,7 @@ class Judge:
             try:
                 read(fold, event, collector)
             except Exception as error:  # noqa: BLE001 - a crashing check is unknown, never a pass and never the end of the run
-                collector.crashed(f"{type(error).__name__}: {error}")
+                collector.crashed(told(error))
                 self._drop(fold)
         assemble = _ASSEMBLY.get(kind)
         if assemble is not None:
@@ -173,7 +176,7 @@ class Judge:
             try:
                 fold.finish(collector)
             except Exception as error:  # noqa: BLE001 - as above
-                collector.crashed(f"{type(error).__name__}: {error}")
+                collector.crashed(told(error))
         for collector in self._collectors:
             collector.close()
         self._tally.traces += 1
@@ -228,7 +231,7 @@ class Judge:
             try:
                 check(view, collector)
             except Exception as error:  # noqa: BLE001 - as above
-                collector.crashed(f"{type(error).__name__}: {error}")
+                collector.crashed(told(error))
         self.context.open.pop(view.request.request_id, None)
         for attempt in view.attempts:
             self._calls.pop(attempt.call.call_id, None)

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from rollproof.batching import judge_batches
 from rollproof.campaign import run_conformance
 from rollproof.checks import CheckResult, Verdict, default_registry
 from rollproof.console import check_lines, text_of
@@ -27,9 +26,20 @@ from rollproof.plugin import PROFILES, STATE, State
 from rollproof.report import Report
 from rollproof.schedules import profile_named
 from rollproof.subjects import SubjectFactory
+from rollproof.topics import ROLLOUTS, TOPICS, Asked, judge_topic
 from rollproof.witnesses import drop_witnesses
 
-__all__ = ["BatchConformance", "RolloutConformance", "Suite", "conformance", "parametrize", "run_item", "seed_of", "write_files"]
+__all__ = [
+    "BatchConformance",
+    "ReplayConformance",
+    "RolloutConformance",
+    "Suite",
+    "conformance",
+    "parametrize",
+    "run_item",
+    "seed_of",
+    "write_files",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -38,7 +48,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Suite:
     """A subject and how to run it; ``None`` means: as the session's options say.
 
-    ``module`` is where the subject, or the class that makes it, is defined: others may define one of the same name.
+    ``module`` is where the subject, or the class that makes it, is defined: others may define one of the same name. ``about`` is
+    the kind of subject (``rollproof.topics``).
     """
 
     factory: SubjectFactory | None = None
@@ -48,7 +59,7 @@ class Suite:
     only: tuple[str, ...] = ()
     flavours: tuple[str, ...] | None = None
     expected: Mapping[str, str] | None = None
-    batches: bool = False
+    about: str = ROLLOUTS
     module: str = ""
 
 
@@ -61,6 +72,7 @@ def conformance(
     only: Iterable[str] = (),
     flavours: Iterable[str] | None = None,
     expected: Mapping[str, str] | None = None,
+    about: str | None = None,
 ) -> Callable[[_F], _F]:
     """Decorate a test function that takes ``check``: it becomes one pytest item per check.
 
@@ -73,8 +85,11 @@ def conformance(
             "Rollouts keep every promise of the contract."
 
     ``profile``, ``seed`` and ``only`` win over the session's options; ``expected`` maps ids of checks that are known to fail
-    to the reason. Raises ``UsageError`` for a profile or check that does not exist and for an async function.
+    to the reason. ``about`` names the kind of subject where its class does not tell it: ``rollouts``, ``batches``, ``replay``. Raises
+    ``UsageError`` for a profile, check or kind that does not exist and for an async function.
     """
+    if about is not None and about not in (ROLLOUTS, *TOPICS):
+        raise UsageError(f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}.")
     suite = Suite(
         factory=factory,
         name=name,
@@ -83,7 +98,7 @@ def conformance(
         only=_checked(tuple(only)),
         flavours=None if flavours is None else tuple(flavours),
         expected=expected,
-        batches=isinstance(factory, type) and hasattr(factory, "collate"),
+        about=_about(factory) if about is None else about,
         module=str(getattr(factory, "__module__", "")),
     )
     _check_profile(profile)
@@ -102,6 +117,14 @@ def conformance(
         return function
 
     return mark
+
+
+def _about(factory: SubjectFactory) -> str:
+    """The kind of subject that a class makes; a function could only be told by calling it, and nothing runs while pytest collects."""
+    if not isinstance(factory, type):
+        return ROLLOUTS
+    contract = getattr(factory, "contract", None)
+    return "batches" if hasattr(factory, "collate") else "replay" if getattr(contract, "replay", None) is not None else ROLLOUTS
 
 
 def _check_profile(profile: str | None) -> None:
@@ -127,7 +150,7 @@ class _Conformance:
     only: ClassVar[tuple[str, ...]] = ()
     flavours: ClassVar[tuple[str, ...] | None] = None
     expected: ClassVar[Mapping[str, str] | None] = None
-    _batches: ClassVar[bool] = False
+    _about: ClassVar[str] = ROLLOUTS
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -163,7 +186,13 @@ class RolloutConformance(_Conformance):
 class BatchConformance(_Conformance):
     """As ``RolloutConformance``, for a ``BatchSubject``: a stack's conversion of finished samples into training batches."""
 
-    _batches: ClassVar[bool] = True
+    _about: ClassVar[str] = "batches"
+
+
+class ReplayConformance(_Conformance):
+    """As ``RolloutConformance``, for a ``ReplaySubject``: a trainer with routing replay."""
+
+    _about: ClassVar[str] = "replay"
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
@@ -173,8 +202,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         return
     only = suite.only or metafunc.config.stash[STATE].settings.only
     registry = default_registry()
-    about = "batches" if suite.batches else "rollouts"
-    ids = [check.id for check in (registry.select(only) if only else registry) if check.about == about]
+    ids = [check.id for check in (registry.select(only) if only else registry) if check.about == suite.about]
     metafunc.parametrize("check", [pytest.param(check_id, id=check_id, marks=pytest.mark.rollproof) for check_id in ids])
 
 
@@ -283,8 +311,17 @@ def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config:
     root, own = config.rootpath / ".rollproof", folder_name(f"{suite.module}.{name}")
     folder = root / worker / own
     try:
-        if suite.batches:
-            return judge_batches(suite.factory, name=name, seed=seed, only=only, expected=expected)
+        if suite.about != ROLLOUTS:
+            asked = Asked(
+                name=name,
+                profile=profile,
+                seed=seed,
+                only=tuple(only),
+                expected=expected,
+                recipe=_recipe(suite.factory),
+                witness_dir=folder,
+            )
+            return judge_topic(suite.about, suite.factory, asked)
         report = run_conformance(
             suite.factory,
             name=name,
@@ -328,7 +365,7 @@ def _suite(function: Any, cls: type | None) -> Suite | None:
         only=tuple(cls.only),
         flavours=cls.flavours,
         expected=cls.expected,
-        batches=cls._batches,
+        about=cls._about,
         module=cls.__module__,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollproof.checks import Check
-from rollproof.invariants import batch, layout, lifecycle, routes, stitch, versions, weights
+from rollproof.invariants import batch, layout, lifecycle, replay, routes, stitch, versions, weights
 
 __all__ = ["CHECKS"]
 
@@ -15,4 +15,5 @@ CHECKS: tuple[Check, ...] = (
     *lifecycle.CHECKS,
     *batch.CHECKS,
     *layout.CHECKS,
+    *replay.CHECKS,
 )

@@ -14,6 +14,8 @@ from typing import Any
 from rollproof.case import Case
 from rollproof.errors import UsageError
 from rollproof.subjects import SubjectFactory
+from rollproof.telling import told
+from rollproof.topics import ROLLOUTS, TOPICS
 
 __all__ = ["Target", "references", "stack_targets", "subject_target", "target_of_recipe"]
 
@@ -26,8 +28,8 @@ _THINNED = 25
 class Target:
     """A subject to be judged.
 
-    ``recipe`` says how ``rollproof replay`` makes it again, ``cases`` replaces a profile's schedules, ``batches`` says that it is
-    a ``BatchSubject``.
+    ``recipe`` says how ``rollproof replay`` makes it again, ``cases`` replaces a profile's schedules, ``about`` is the
+    kind of subject (``rollproof.topics``).
     """
 
     name: str
@@ -35,7 +37,7 @@ class Target:
     recipe: Mapping[str, Any]
     flavours: tuple[str, ...] | None = None
     cases: Callable[[str, int | None], Iterable[Case]] | None = None
-    batches: bool = False
+    about: str = ROLLOUTS
 
     @property
     def folder(self) -> str:
@@ -52,7 +54,7 @@ def references() -> list[Target]:
         Target(name=name, factory=factory, recipe={"reference": name}, cases=partial(_reference_cases, factory, turn))
         for turn, (name, factory) in enumerate(REFERENCES.items())
     ]
-    return [*managers, Target(name="padded-batch", factory=Collator, recipe={"reference": "padded-batch"}, batches=True)]
+    return [*managers, Target(name="padded-batch", factory=Collator, recipe={"reference": "padded-batch"}, about="batches")]
 
 
 def _reference_cases(factory: SubjectFactory, turn: int, profile: str, seed: int | None) -> Iterator[Case]:
@@ -82,18 +84,23 @@ def stack_targets(spec: str, parts: Iterable[str] = ()) -> tuple[str, list[Targe
     if stray:
         raise UsageError(f"{stack.name} has no parts {stray}; choose among {[*stack.parts, *stack.batches]}.")
     found = [
-        _with_wishes(name=f"{stack.title} {part}", factory=factory, recipe=stack.recipe(part), batches=part in stack.batches)
+        _with_wishes(
+            name=f"{stack.title} {part}", factory=factory, recipe=stack.recipe(part), about="batches" if part in stack.batches else ROLLOUTS
+        )
         for part, factory in {**stack.parts, **stack.batches}.items()
         if not named or part in named
     ]
     return stack.title, found
 
 
-def subject_target(spec: str) -> Target:
-    """``module:factory``, looked for in the current folder too. Raises ``UsageError`` saying which half does not exist."""
+def subject_target(spec: str, about: str | None = None, option: str = "--subject") -> Target:
+    """``module:factory``, looked for in the current folder too. Raises ``UsageError`` saying which half does not exist.
+
+    ``about`` is the kind of subject; where it is ``None``, the class says whether it is a conversion into batches.
+    """
     module_name, colon, path = spec.partition(":")
     if not colon or not module_name or not path:
-        raise UsageError(f"--subject {spec!r} must be written module:factory, such as my_stack.subjects:MySubject.")
+        raise UsageError(f"{option} {spec!r} must be written module:factory, such as my_stack.subjects:MySubject.")
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
     module = _module(module_name)
@@ -108,13 +115,16 @@ def subject_target(spec: str) -> Target:
         raise UsageError(
             f"{spec} is a {type(found).__name__}, not a factory: name the subject's class, or a function that makes a fresh one."
         )
-    return _with_wishes(name=path, factory=found, recipe={"subject": spec}, batches=hasattr(found, "collate"))
+    recipe = {"subject": spec, **({} if about is None else {"about": about})}
+    kind = about or ("batches" if hasattr(found, "collate") else ROLLOUTS)
+    return _with_wishes(name=path, factory=found, recipe=recipe, about=kind)
 
 
 def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     """The subject that a trace's header says it was made from. Raises ``UsageError`` where the recipe is of no known kind."""
     if isinstance(recipe.get("subject"), str):
-        return subject_target(recipe["subject"])
+        about = recipe.get("about")
+        return subject_target(recipe["subject"], about if about in TOPICS else None)
     if isinstance(recipe.get("stack"), str):
         version, part = recipe.get("version"), recipe.get("part")
         spec = recipe["stack"] + (f"=={version}" if version else "")
@@ -125,7 +135,7 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     raise UsageError(f"The trace's recipe {dict(recipe)!r} names no subject; say what to run with --subject module:factory.")
 
 
-def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any], batches: bool) -> Target:
+def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any], about: str) -> Target:
     """A factory may carry the flavours that it speaks, and schedules that fit it better than a profile's own."""
     flavours = getattr(factory, "flavours", None)
     return Target(
@@ -133,19 +143,21 @@ def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any
         factory=factory,
         recipe=recipe,
         flavours=tuple(flavours) if flavours else None,
-        cases=None if batches else getattr(factory, "cases", None),
-        batches=batches,
+        cases=None if about != ROLLOUTS else getattr(factory, "cases", None),
+        about=about,
     )
 
 
 def _module(name: str) -> Any:
     try:
         return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(
                 f"There is no module {error.name!r}: --subject is looked for in the current folder and among what is installed."
             ) from error
         raise UsageError(f"{name} cannot be imported: it needs {error.name!r}, which is not installed here.") from error
-    except Exception as error:
-        raise UsageError(f"{name} cannot be imported: {type(error).__name__}: {error}.") from error
+    except BaseException as error:  # a script that exits where it should be imported would end the run as if all were well
+        raise UsageError(f"{name} cannot be imported: {told(error)}.") from error

@@ -50,17 +50,21 @@ class Phase(StrEnum):
 class Step(Event):
     """The harness asks a trainer for one step.
 
-    ``name`` is unique in the trace. A step has ``microbatches`` of samples, in the order in which they are to run; a sample has ``routes``
-    where ``action`` is ``replay``. Token ids are unique over the step, so that a row's input token says which sample and
-    position it is. ``weights`` numbers the weights (0: the first ones, others: the first ones plus noise, -1: the first ones with NaN in the first
-    gate); ``nudge`` times ``rollproof.replay.spy.direction`` is added to the gate weight of ``nudge_layer``. ``model`` is who runs: the policy, or a model of
-    another role while the step is armed for the policy. In ``variant`` stands the name of the variant of the subject that runs.
+    ``name`` is unique in its ``episode``, which begins with a fresh subject. A step has ``microbatches`` of samples, in the order in
+    which they are to run; a sample has ``routes`` where ``action`` is ``replay``, and may have where it is ``off``. Token ids are
+    unique over the step, so that a row's input token says which sample and position it is. ``weights`` numbers the weights (0: the
+    first ones, others: the first ones plus noise, -1: the first ones with NaN in the first gate); ``nudge`` times
+    ``rollproof.replay.spy.direction`` is added to the gate weight of ``nudge_layer``. ``model`` is who runs: the policy, or a model
+    of another role while the step is armed for the policy. ``variant`` names the variant of the subject that runs (``reference``: its
+    independent path).
 
-    Router call number ``fail_at`` of ``fail_in`` (from 0, all ranks' own count) raises ``InjectedFailure``. ``same_as`` and ``differs_from`` name
-    earlier steps whose loss and gradients this one must, or must not, repeat. ``defect`` is what is wrong with the routes of ``defective``.
+    Router call number ``fail_at`` of the pass ``fail_in`` raises ``InjectedFailure``, counted from 0 by each rank's spy. ``same_as``
+    and ``differs_from`` name earlier steps of the episode whose loss and gradients this one must, or must not, repeat. ``defect`` is
+    what is wrong with the routes of ``defective``, ``edge`` what else is unusual about the step.
     """
 
     kind: ClassVar[str] = "step"
+    episode: str
     name: str
     action: Action
     purpose: Purpose
@@ -77,6 +81,7 @@ class Step(Event):
     differs_from: str = ""
     defect: Defect | None = None
     defective: str = ""
+    edge: str = ""
 
     @property
     def samples(self) -> tuple[Rollout, ...]:
@@ -93,9 +98,10 @@ class Step(Event):
 class Routing(Event):
     """One call of one router, as a spy on the router's *output* saw it.
 
-    ``layer`` is the global index of the layer. ``experts`` is ``(rows, top_k)``: the ids that were executed, -1 where a row has fewer
-    than top_k. ``samples`` ``(rows,)`` counts over ``Step.samples`` and is -1 for padding; ``positions`` ``(rows,)`` counts over prompt and
-    response. ``rank`` is the process, ``microbatch`` its own count of microbatches. ``model`` as in ``Step``, or ``mtp`` for a router of an MTP layer.
+    ``layer`` is the global index of the layer. ``experts`` is ``(rows, top_k)``: the ids that were executed, -1 where a row has
+    fewer than top_k. ``samples`` ``(rows,)`` counts over ``Step.samples`` and is -1 for padding; ``positions`` ``(rows,)`` counts
+    over prompt and response. ``rank`` is the process, ``microbatch`` its own count of microbatches. ``model`` as in ``Step``, or
+    ``mtp`` for a router of an MTP layer.
     """
 
     kind: ClassVar[str] = "routing"

@@ -63,10 +63,10 @@ class Spy:
         model: str = "policy",
         microbatch: int | None = None,
     ) -> None:
-        """A router of global index ``layer`` has chosen ``experts`` ``(rows, top_k)`` (``ids_of_map`` makes them of a routing map).
+        """The router of global index ``layer`` has chosen ``experts`` ``(rows, top_k)`` (``ids_of_map`` makes them of a routing map).
 
-        Which row is which is told by ``samples`` and ``positions``, as in ``Routing``, or by the rows' input ``tokens``, which are unique over the
-        step (any id that is no sample's is padding). Raises ``SubjectError`` for arrays that do not fit each other.
+        Which row is which is told by ``samples`` and ``positions``, as in ``Routing``, or by the rows' input ``tokens``, which are unique
+        over the step (any id that is no sample's is padding). Raises ``SubjectError`` for arrays that do not fit each other.
         """
         chosen = np.array(experts)
         if tokens is not None:
@@ -130,7 +130,7 @@ def ids_of_map(routing_map: npt.ArrayLike, top_k: int) -> IntArray:
     return ids
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)  # eight for each size of a parameter
 def _signs(size: int, number: int) -> FloatArray:
     return np.random.default_rng([size, number]).integers(0, 2, size).astype(np.float64) * 2 - 1
 

@@ -33,6 +33,7 @@ PUBLIC = {
     "Fleet",
     "PauseMode",
     "Recording",
+    "ReplayConformance",
     "ReplaySubject",
     "Report",
     "Request",

@@ -1,0 +1,348 @@
+"""Driving: asks a trainer for the steps of an episode and records what it, and its routers, did."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from rollproof import clock
+from rollproof.contract import Contract
+from rollproof.errors import RollproofError, SubjectError, UsageError
+from rollproof.progress import Progress
+from rollproof.records import FloatArray, IntArray, Rollout
+from rollproof.replay.contract import terms_of
+from rollproof.replay.events import Outcome, Phase, Residue, Routing, Step
+from rollproof.replay.plans import Episode, Planned, RoutesFrom, episodes_for, random_episodes
+from rollproof.replay.samples import as_payload, make_samples, spoiled, with_drawn_routes, without_response
+from rollproof.replay.spy import InjectedFailure, Spy, UnsupportedStep
+from rollproof.replay.targets import chosen_by
+from rollproof.subjects import SubjectFactory
+from rollproof.telling import told
+from rollproof.trace import Header, Recorder, Trace
+
+__all__ = ["drive_episode", "make_subject", "record_replay"]
+
+REFERENCE = "reference"
+_NO_RESPONSE, _EMPTY = "a response of length 0", "a microbatch without samples"
+
+
+def record_replay(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    profile: str = "pr",
+    seed: int = 0,
+    only: Iterable[str] = (),
+    recipe: Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Trace:
+    """Ask fresh subjects, one per episode, for the episodes of a profile, or of those for the ones named ``only``.
+
+    What a subject raises is recorded, and what it does not offer is skipped with the reason. Raises ``UsageError`` for an episode that does
+    not exist, and ``SubjectError`` for what is no ``ReplaySubject``, or returns what no trace can hold.
+    """
+    label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
+    subject = make_subject(factory, label)
+    contract = subject.contract
+    episodes = _named(list(episodes_for(contract, extra=random_episodes(profile), seed=seed)), tuple(only))
+    header = Header(
+        subject=label,
+        contract=contract,
+        seed=seed,
+        profile=profile,
+        about="replay",
+        case={"episodes": [episode.name for episode in episodes]},
+        recipe=recipe,
+    )
+    recorder = Recorder(lambda: 0.0)
+    for number, episode in enumerate(episodes):
+        if progress is not None:
+            progress(Progress(done=number, total=len(episodes), what=f"{label}: {episode.name}"))
+        drive_episode(subject or make_subject(factory, label), episode, recorder, label)
+        subject = None
+    return recorder.trace(header)
+
+
+def drive_episode(subject: Any, episode: Episode, recorder: Recorder, label: str = "the subject") -> None:
+    """Ask a fresh subject for the steps of one episode, and let it end."""
+    drive = _Drive(subject=subject, contract=subject.contract, label=label, episode=episode.name, recorder=recorder)
+    try:
+        for planned in episode.steps:
+            drive.ask(planned)
+    finally:
+        drive.stop()
+
+
+def _named(episodes: list[Episode], only: tuple[str, ...]) -> list[Episode]:
+    stray = sorted(set(only) - {episode.name for episode in episodes})
+    if stray:
+        raise UsageError(f"This trainer has no episodes {stray}; those of its contract are {[episode.name for episode in episodes]}.")
+    return [episode for episode in episodes if not only or episode.name in only]
+
+
+def make_subject(factory: SubjectFactory, label: str) -> Any:
+    """A fresh subject. Raises ``SubjectError`` where it cannot be made, or is no ``ReplaySubject``."""
+    try:
+        subject = _settled(factory())
+    except RollproofError:
+        raise
+    except Exception as error:  # whatever a user's constructor raises, told in our words
+        raise SubjectError(f"{label} could not be made: {told(error)}.") from error
+    contract = getattr(subject, "contract", None)
+    if not isinstance(contract, Contract) or contract.replay is None or not callable(getattr(subject, "run", None)):
+        raise SubjectError(
+            f"{label} made a {type(subject).__name__}, which is no ReplaySubject: it needs a `contract` with replay terms "
+            "(rollproof.replay.contract.trainer_contract makes one) and a method `run(step, spy)`."
+        )
+    return subject
+
+
+@dataclass
+class _Drive:
+    """One subject in one episode: its state as the harness set it, and the steps so far."""
+
+    subject: Any
+    contract: Contract
+    label: str
+    episode: str
+    recorder: Recorder
+    steps: dict[str, Step] = field(default_factory=dict)
+    calls: dict[str, list[Routing]] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    variants: dict[str, Any] = field(default_factory=dict)
+    weights: dict[int, tuple[int, float, int | None]] = field(default_factory=dict)
+
+    def ask(self, planned: Planned) -> None:
+        """Ask for one step and record everything about it."""
+        try:
+            step = self._step(planned)
+        except UnsupportedStep as error:
+            step = _bare(planned, self.episode)
+            self.recorder.record(step)
+            self._end(step, Outcome(step=step.name, skipped=str(error)))
+            return
+        self.recorder.record(step)
+        self.steps[step.name] = step
+        given = replace(step, microbatches=tuple(tuple(_copy(one) for one in batch) for batch in step.microbatches))
+        spy = Spy(given)
+        subject = self.subject
+        try:
+            subject = self._subject(planned)
+            self._weigh(subject, step)
+            outcome = self._run(subject, given, spy)
+        except UnsupportedStep as error:
+            outcome = Outcome(step=step.name, skipped=str(error))
+        for event in spy.events:
+            self.recorder.record(event)
+        self.calls[step.name] = [
+            one for one in spy.events if isinstance(one, Routing) and one.phase is Phase.FORWARD and one.model == "policy"
+        ]
+        self._end(step, replace(outcome, changed=_changed(step.samples, given.samples)), subject)
+
+    def stop(self) -> None:
+        """Let the subject, and its variants, end."""
+        for subject in (self.subject, *self.variants.values()):
+            stop = getattr(subject, "stop", None)
+            if callable(stop):
+                _settled(stop())
+
+    def _end(self, step: Step, outcome: Outcome, subject: Any = None) -> None:
+        self.outcomes[step.name] = outcome
+        self.recorder.record(outcome)
+        residue = getattr(subject, "residue", None)
+        if callable(residue) and not outcome.skipped and step.variant == "":
+            left = _settled(residue())
+            if not isinstance(left, Mapping) or not all(isinstance(one, str) and type(left[one]) is int for one in left):
+                raise SubjectError(f"{self.label}.residue must return a mapping from names to whole numbers, not {left!r:.200}.")
+            self.recorder.record(Residue(after=step.name, left=dict(left)))
+
+    def _run(self, subject: Any, step: Step, spy: Spy) -> Outcome:
+        run = subject.run if step.variant != REFERENCE else None
+        try:
+            outcome = _settled(run(step, spy) if run is not None else subject.reference(step))
+        except UnsupportedStep:
+            raise
+        except SubjectError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what a trainer raises is judged
+            return Outcome(step=step.name, error=told(error), injected=_injected(error))
+        return _sound(outcome, step, self.label)
+
+    def _subject(self, planned: Planned) -> Any:
+        """The subject, or its variant that the step is for."""
+        if planned.variant == REFERENCE:
+            if not callable(getattr(self.subject, "reference", None)):
+                raise UnsupportedStep("the subject has no reference path")
+            return self.subject
+        if not planned.variant:
+            return self.subject
+        if planned.variant not in self.variants:
+            make = getattr(self.subject, "variant", None)
+            if not callable(make):
+                raise UnsupportedStep(f"the subject has no variants, so none {planned.variant!r}")
+            made = _settled(make(planned.variant))
+            if not callable(getattr(made, "run", None)):
+                raise SubjectError(f"{self.label}.variant({planned.variant!r}) must return a ReplaySubject, not {type(made).__name__}.")
+            self.variants[planned.variant] = made
+        return self.variants[planned.variant]
+
+    def _weigh(self, subject: Any, step: Step) -> None:
+        """Set the weights that the step is for, where the subject holds others."""
+        wanted = (step.weights, step.nudge, step.nudge_layer)
+        if self.weights.get(id(subject), (0, 0.0, None)) == wanted:
+            return
+        set_weights, nudge = getattr(subject, "set_weights", None), getattr(subject, "nudge", None)
+        if not callable(set_weights):
+            raise UnsupportedStep("the subject has no set_weights, so its weights never drift")
+        if step.nudge and not callable(nudge):
+            raise UnsupportedStep("the subject has no nudge, so the slope of its loss is not known")
+        self.weights.pop(id(subject), None)
+        _settled(set_weights(step.weights))
+        if step.nudge and nudge is not None:
+            _settled(nudge(step.nudge_layer, step.nudge))
+        self.weights[id(subject)] = wanted
+
+    def _step(self, planned: Planned) -> Step:
+        """The step with its samples. Raises ``UnsupportedStep`` where the routes of an earlier step are wanted and not known."""
+        samples = list(self._routed(planned, make_samples(self.contract, planned.batch)))
+        defective = ""
+        if planned.defect is not None:
+            spot = len(samples) // 2
+            samples[spot] = spoiled(self.contract, samples[spot], planned.defect)
+            defective = samples[spot].request_id
+        if planned.edge == _NO_RESPONSE:
+            samples[0] = self._fitted(without_response(samples[0]))
+        size = terms_of(self.contract).microbatch_size
+        microbatches = [tuple(samples[i : i + size]) for i in range(0, len(samples), size)]
+        if planned.edge == _EMPTY:
+            microbatches[-1:] = [()]
+        return replace(_bare(planned, self.episode), microbatches=tuple(microbatches), defective=defective)
+
+    def _fitted(self, sample: Rollout) -> Rollout:
+        """The sample with no more rows than its tokens have."""
+        if sample.routes is None:
+            return sample
+        wide = sample.routes[: sample.total][:, list(self.contract.moe_columns)].astype(np.int32)
+        return replace(sample, routes=as_payload(self.contract, wide))
+
+    def _routed(self, planned: Planned, samples: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+        kind = planned.routes
+        if kind is RoutesFrom.NOWHERE:
+            return samples
+        if kind in (RoutesFrom.DRAWN, RoutesFrom.LARGEST):
+            random = np.random.default_rng([planned.seed, planned.batch])
+            largest = kind is RoutesFrom.LARGEST
+            made = [with_drawn_routes(self.contract, sample, random, largest=largest) for sample in samples]
+            return tuple(made if planned.cut is None else [replace(one, routes=_cut(one.routes, planned.cut)) for one in made])
+        before = self.steps.get(planned.of)
+        if before is None or not self.outcomes[planned.of].done:
+            raise UnsupportedStep(f"step {planned.of!r}, whose routes it takes, did not run to its end")
+        if kind is RoutesFrom.RECORDED:
+            recorded = self.outcomes[planned.of].recorded
+            return tuple(replace(sample, routes=recorded.get(sample.request_id)) for sample in samples)
+        chosen = chosen_by(self.contract, before, self.calls[planned.of])
+        if chosen is None:
+            raise UnsupportedStep(f"the spy did not see every row of step {planned.of!r} routed, so its routes are not known")
+        starts = np.cumsum([0, *(sample.total for sample in samples)]).tolist()
+        pieces = [chosen[start:end] for start, end in pairwise(starts)]
+        if kind is RoutesFrom.DISJOINT:
+            if 2 * (self.contract.top_k or 1) > (self.contract.num_experts or 1):
+                raise UnsupportedStep("there are fewer than 2 * top_k experts, so every choice overlaps with every other")
+            random = np.random.default_rng(planned.seed)
+            return tuple(with_drawn_routes(self.contract, one, random, avoid) for one, avoid in zip(samples, pieces, strict=True))
+        return tuple(
+            replace(sample, routes=as_payload(self.contract, piece, planned.cut)) for sample, piece in zip(samples, pieces, strict=True)
+        )
+
+
+def _bare(planned: Planned, episode: str) -> Step:
+    """The step without samples."""
+    names = (
+        "name",
+        "action",
+        "purpose",
+        "recompute",
+        "weights",
+        "nudge",
+        "nudge_layer",
+        "model",
+        "variant",
+        "fail_at",
+        "fail_in",
+        "same_as",
+        "differs_from",
+        "defect",
+        "edge",
+    )
+    return Step(episode=episode, microbatches=(), **{name: getattr(planned, name) for name in names})
+
+
+def _cut(routes: IntArray | None, rows: int) -> IntArray | None:
+    return None if routes is None else routes[:rows]
+
+
+def _copy(sample: Rollout) -> Rollout:
+    """A sample whose arrays may be written to without reaching the trace."""
+    own = {name: None if (array := getattr(sample, name)) is None else array.copy() for name in ("routes", "loss_mask")}
+    return replace(sample, **own)
+
+
+def _changed(samples: tuple[Rollout, ...], given: tuple[Rollout, ...]) -> tuple[str, ...]:
+    return tuple(
+        f"{name} of {sample.request_id}"
+        for sample, now in zip(samples, given, strict=True)
+        for name in ("routes", "loss_mask")
+        if not _equal(getattr(sample, name), getattr(now, name))
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return other is None if one is None else other is not None and np.array_equal(one, other)
+
+
+def _injected(error: BaseException | None) -> bool:
+    """Whether the harness raised it: also where a trainer, or another process, wrapped it in an error of its own."""
+    seen = 0
+    while error is not None and seen < 16:
+        if isinstance(error, InjectedFailure) or "rollproof raised this" in str(error):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def _sound(outcome: Any, step: Step, label: str) -> Outcome:
+    """The outcome with arrays of its own. Raises ``SubjectError`` for what is none."""
+    if not isinstance(outcome, Outcome):
+        raise SubjectError(f"{label}.run must return an Outcome (rollproof.replay.events), not {type(outcome).__name__}.")
+    try:
+        return replace(
+            outcome,
+            index=-1,
+            step=step.name,
+            loss=None if outcome.loss is None else float(outcome.loss),
+            logprobs=_floats(outcome.logprobs, str),
+            gradients=_floats(outcome.gradients, str),
+            gates=_floats(outcome.gates, int),
+            recorded={str(name): np.array(array) for name, array in outcome.recorded.items()},
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise SubjectError(f"{label}.run returned an unusable Outcome for step {step.name!r}: {told(error)}.") from error
+
+
+def _floats(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:
+    return {key(name): np.array(array, dtype=np.float64) for name, array in arrays.items()}
+
+
+def _settled(value: Any) -> Any:
+    """What a sync or async method returned; an async one runs on the virtual clock."""
+    if not isinstance(value, Awaitable):
+        return value
+
+    async def wait() -> Any:
+        return await value
+
+    return clock.run(wait)

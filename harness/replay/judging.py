@@ -1,0 +1,112 @@
+"""Judging: runs a trainer through the episodes of a profile, judges the trace, and reports."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollproof.checks import Registry, Verdict, default_registry
+from rollproof.judge import Judgement, judge
+from rollproof.progress import Progress
+from rollproof.replay.canary import try_canary
+from rollproof.replay.driving import record_replay
+from rollproof.replay.events import Outcome, Routing, Step
+from rollproof.report import Report
+from rollproof.subjects import SubjectFactory
+from rollproof.trace import Trace
+from rollproof.witnesses import drop_witnesses, write_witness
+
+__all__ = ["judge_replay", "replay_scenarios"]
+
+FAMILY = "replay"
+
+
+def judge_replay(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    profile: str = "pr",
+    seed: int = 0,
+    only: Iterable[str] = (),
+    expected: Mapping[str, str] | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    witness_dir: Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Ask the ``ReplaySubject`` that ``factory`` makes for the episodes of a profile, and report.
+
+    ``only`` selects checks by id or family (default: the family ``replay``), ``expected`` maps ids of checks that are known to fail to the
+    reason. The episode in which a check fails goes to ``witness_dir``, where ``rollproof replay`` can take it up. Raises
+    ``SubjectError`` for a subject that does not implement the protocol.
+    """
+    start = time.perf_counter()
+    registry = default_registry().select(tuple(only) or (FAMILY,))
+    trace = record_replay(factory, name=name, profile=profile, seed=seed, recipe=recipe, progress=progress)
+    judgement = judge(trace, registry)
+    if witness_dir is not None:
+        judgement = _witnessed(judgement, trace, registry, witness_dir, dict(expected or {}))
+    return Report(
+        subject=trace.header.subject,
+        profile=profile,
+        seed=seed,
+        results=judgement.results,
+        exercised=replay_scenarios(trace),
+        canary=try_canary(trace, registry),
+        expected={check_id: reason for check_id, reason in (expected or {}).items() if check_id in registry.ids},
+        cases=len(_episodes(trace)),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def replay_scenarios(trace: Iterable[Any]) -> dict[str, int]:
+    """What a trace exercised, counted by name."""
+    counts: Counter[str] = Counter()
+    for event in trace:
+        if isinstance(event, Step):
+            counts[f"steps, {event.action}"] += 1
+            counts[f"steps, {event.purpose}"] += 1
+            counts[f"steps with {event.recompute} recompute"] += event.recompute != "none"
+            counts["steps under drifted weights"] += event.weights > 0
+            counts["bad routes"] += event.defect is not None
+            counts["steps with a failure"] += event.fail_at is not None
+        elif isinstance(event, Routing):
+            counts[f"rows routed in {event.phase}"] += len(event.experts)
+        elif isinstance(event, Outcome):
+            counts["steps skipped"] += bool(event.skipped)
+            counts["steps that ended with an error"] += event.error is not None
+    return {name: count for name, count in sorted(counts.items()) if count}
+
+
+def _episodes(trace: Trace) -> list[str]:
+    return list(dict.fromkeys(event.episode for event in trace.events if isinstance(event, Step)))
+
+
+def _alone(trace: Trace, episode: str) -> Trace:
+    """The trace of one episode."""
+    events = []
+    inside = False
+    for event in trace.events:
+        if isinstance(event, Step):
+            inside = event.episode == episode
+        if inside:
+            events.append(event)
+    return replace(trace, header=replace(trace.header, case={"episodes": [episode]})).with_events(events)
+
+
+def _witnessed(judgement: Judgement, trace: Trace, registry: Registry, folder: Path, expected: Mapping[str, str]) -> Judgement:
+    """The judgement with the path of the first episode that shows it in each finding; episodes of checks that pass now are deleted."""
+    results = []
+    for result in judgement.results:
+        if result.verdict is Verdict.FAIL and result.id not in expected:
+            alone = Registry([registry[result.id]])
+            shown = next((one for name in _episodes(trace) if judge(one := _alone(trace, name), alone).failed), None)
+            if shown is not None:
+                path = str(write_witness(folder, result.id, shown))
+                result = replace(result, findings=tuple(replace(finding, witness=path) for finding in result.findings))
+        results.append(result)
+    drop_witnesses(folder, [one.id for one in results if one.verdict is Verdict.PASS], subject=trace.header.subject)
+    return Judgement(results=tuple(results))

@@ -1,0 +1,341 @@
+"""Plans: what is asked of a trainer, as episodes of steps on a fresh subject.
+
+The law behind all of them: what a step gives is a function of its weights, samples, routes and action. It is neither one
+of what ran before (an aborted step, an evaluation, another mode), nor of whether activations were recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from rollproof.contract import Contract, Rows
+from rollproof.replay.contract import terms_of
+from rollproof.replay.events import Action, Phase, Purpose
+from rollproof.replay.samples import offered_defects
+from rollproof.replay.terms import Defect, Recompute, ReplayTerms
+from rollproof.schedules import profile_named
+
+__all__ = ["DENSE", "Episode", "Planned", "RoutesFrom", "episodes_for", "random_episode", "random_episodes"]
+
+DENSE = "no-moe-layers"
+"""The variant of a subject whose model has no MoE layers."""
+
+
+class RoutesFrom(StrEnum):
+    """Where the routes of a step's samples come from."""
+
+    NOWHERE = "nowhere"
+    DRAWN = "drawn"
+    """Drawn at random."""
+    LARGEST = "largest"
+    """Drawn from the largest expert ids."""
+    CHOSEN = "chosen"
+    """What the routers chose in an earlier step, as the spy saw it."""
+    RECORDED = "recorded"
+    """What the trainer recorded in an earlier step."""
+    DISJOINT = "disjoint"
+    """Drawn from what the routers did not choose in an earlier step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A step to be asked for. ``batch`` numbers the set of samples, ``routes`` and ``of`` say whence their routes come.
+
+    ``seed`` is that of routes that are drawn, ``cut`` leaves the first so many rows of every sample. The other fields are those
+    of ``Step``.
+    """
+
+    name: str
+    action: Action
+    purpose: Purpose = Purpose.TRAIN
+    batch: int = 0
+    routes: RoutesFrom = RoutesFrom.NOWHERE
+    of: str = ""
+    seed: int = 0
+    cut: int | None = None
+    recompute: Recompute = Recompute.NONE
+    weights: int = 0
+    nudge: float = 0.0
+    nudge_layer: int | None = None
+    model: str = "policy"
+    variant: str = ""
+    fail_at: int | None = None
+    fail_in: Phase = Phase.FORWARD
+    same_as: str = ""
+    differs_from: str = ""
+    defect: Defect | None = None
+    edge: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """Steps that one fresh subject is asked for, in order. The name is unique among a contract's episodes."""
+
+    name: str
+    steps: tuple[Planned, ...]
+
+
+_RANDOM = {"pr": 0, "nightly": 30, "soak": 300}
+
+
+def random_episodes(profile: str) -> int:
+    """How many random episodes a profile adds."""
+    return _RANDOM[profile_named(profile).name]
+
+
+def native(name: str = "native", **fields: object) -> Planned:
+    """A step in which every router chooses for itself."""
+    return Planned(name=name, action=Action.NATIVE, **fields)  # type: ignore[arg-type]
+
+
+def drawn(name: str, **fields: object) -> Planned:
+    """A step that replays routes drawn at random."""
+    return replace(Planned(name=name, action=Action.REPLAY, routes=RoutesFrom.DRAWN), **fields)  # type: ignore[arg-type]
+
+
+def chosen(name: str, of: str = "native", **fields: object) -> Planned:
+    """A step that replays what the routers chose in step ``of``."""
+    return replace(Planned(name=name, action=Action.REPLAY, routes=RoutesFrom.CHOSEN, of=of), **fields)  # type: ignore[arg-type]
+
+
+def episodes_for(contract: Contract, extra: int = 0, seed: int = 0) -> Iterator[Episode]:
+    """The episodes that fit a trainer's contract, then ``extra`` random ones."""
+    terms = terms_of(contract)
+    yield _self_replay(terms)
+    yield _drift(contract, terms)
+    yield _placement(contract)
+    yield from _recompute(terms)
+    yield _old_logprob(terms)
+    yield from _failures(contract, terms)
+    yield _evaluation()
+    yield _switching(terms)
+    yield from _models(terms)
+    yield from _unsupported(terms)
+    yield _defects(contract)
+    yield _edges()
+    for number in range(extra):
+        yield random_episode(contract, seed, number)
+
+
+def _self_replay(terms: ReplayTerms) -> Episode:
+    steps = [native(), chosen("self-replay", same_as="native"), native("native again", same_as="native")]
+    if terms.records:
+        steps += [
+            Planned(name="recording", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB),
+            Planned(name="replay of the recording", action=Action.REPLAY, routes=RoutesFrom.RECORDED, of="recording", same_as="native"),
+        ]
+    return Episode(name="self-replay", steps=tuple(steps))
+
+
+def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
+    """Replay under other weights: it must change the results, its gradients must be the slope of its loss, and a reference must agree."""
+    size = 10.0 ** (-terms.float_digits / 3)
+    layers = contract.moe_layers or ()
+    slopes = [
+        chosen(f"layer {layer} nudged {sign}", weights=1, purpose=Purpose.OLD_LOGPROB, nudge=way * size, nudge_layer=layer)
+        for layer in dict.fromkeys((layers[0], layers[-1]))
+        for sign, way in (("up", 1), ("down", -1))
+    ]
+    return Episode(
+        name="drift",
+        steps=(
+            native(),
+            native("native, drifted", weights=1),
+            chosen("replay, drifted", weights=1, differs_from="native, drifted"),
+            chosen("reference, drifted", weights=1, same_as="replay, drifted", variant="reference"),
+            chosen("own choice replayed, drifted", of="native, drifted", weights=1, same_as="native, drifted"),
+            Planned(
+                name="replay of what was not chosen", action=Action.REPLAY, routes=RoutesFrom.DISJOINT, of="native", differs_from="native"
+            ),
+            *slopes,
+        ),
+    )
+
+
+def _placement(contract: Contract) -> Episode:
+    """Routes that tell every row, layer and sample apart, of several batches one after the other."""
+    steps = [
+        drawn("first batch", seed=1),
+        drawn("second batch", batch=1, seed=2),
+        drawn("other routes for the first batch", seed=3),
+        Planned(name="largest expert ids", action=Action.REPLAY, routes=RoutesFrom.LARGEST, seed=4, batch=1),
+        drawn("first batch again", seed=1, same_as="first batch"),
+    ]
+    if contract.rows is Rows.CAPTURED_PREFIX:
+        steps += [native(), chosen("self-replay of a captured prefix", cut=2), drawn("a captured prefix", seed=5, cut=2)]
+    return Episode(name="placement", steps=tuple(steps))
+
+
+def _recompute(terms: ReplayTerms) -> Iterator[Episode]:
+    for kind in terms.recompute:
+        if kind is Recompute.NONE:
+            continue
+        yield Episode(
+            name=f"{kind} recompute",
+            steps=(
+                native(),
+                chosen("self-replay, recomputed", recompute=kind, same_as="native"),
+                drawn("replay", weights=1, seed=1),
+                drawn("other routes, forward only", weights=1, seed=2, batch=1, purpose=Purpose.OLD_LOGPROB),
+                drawn("replay, recomputed", weights=1, seed=1, recompute=kind, same_as="replay"),
+                drawn("other routes, recomputed", weights=1, seed=3, recompute=kind),
+                native("native, recomputed", recompute=kind, same_as="native"),
+            ),
+        )
+
+
+def _old_logprob(terms: ReplayTerms) -> Episode:
+    """The sequence of an update: old logprobs under one set of weights, training under others."""
+    if terms.records:
+        steps = [Planned(name="old logprobs", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB)]
+        update = Planned(name="update", action=Action.REPLAY, routes=RoutesFrom.RECORDED, of="old logprobs")
+        steps += [update, replace(update, name="update, drifted", weights=1)]
+    else:
+        steps = []
+    steps += [
+        drawn("old logprobs of the rollout's routes", seed=1, purpose=Purpose.OLD_LOGPROB),
+        drawn("update with the rollout's routes", seed=1),
+        drawn("second update, drifted", seed=1, weights=1),
+        drawn("old logprobs of the next batch", seed=2, batch=1, weights=1, purpose=Purpose.OLD_LOGPROB),
+        drawn("update of the next batch", seed=2, batch=1, weights=1),
+    ]
+    return Episode(name="old logprobs", steps=tuple(steps))
+
+
+def _failures(contract: Contract, terms: ReplayTerms) -> Iterator[Episode]:
+    """A failure in the middle of a step, of a forward pass and of a recompute."""
+    whole = Recompute.FULL if Recompute.FULL in terms.recompute else Recompute.NONE
+    spots = [(Phase.FORWARD, Recompute.NONE)] + ([(Phase.RECOMPUTE, whole)] if whole is Recompute.FULL else [])
+    for phase, recompute in spots:
+        yield Episode(
+            name=f"failure in {phase}",
+            steps=(
+                native(),
+                drawn("replay", seed=1),
+                drawn("failing replay", seed=2, recompute=recompute, fail_at=len(contract.moe_layers or ()) // 2, fail_in=phase),
+                native("native after the failure", same_as="native"),
+                drawn("replay after the failure", seed=1, same_as="replay", recompute=recompute),
+            ),
+        )
+
+
+def _evaluation() -> Episode:
+    return Episode(
+        name="evaluation",
+        steps=(
+            native("evaluation", purpose=Purpose.EVAL, batch=1),
+            native(),
+            drawn("replay", seed=1),
+            native("evaluation after a replay", purpose=Purpose.EVAL, batch=1, same_as="evaluation"),
+            drawn("replay after an evaluation", seed=1, same_as="replay"),
+            drawn("evaluation that replays", seed=2, batch=1, purpose=Purpose.EVAL),
+            native("native after an evaluation", same_as="native"),
+        ),
+    )
+
+
+def _switching(terms: ReplayTerms) -> Episode:
+    recording = Planned(name="recording", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB, batch=1)
+    off = Planned(name="off", action=Action.OFF, routes=RoutesFrom.DRAWN, seed=3, same_as="native")
+    steps = [
+        native(),
+        drawn("replay", seed=1),
+        *([recording, drawn("replay after a recording", seed=1, same_as="replay")] if terms.records else []),
+        native("native after a replay", same_as="native"),
+        off,
+        replace(off, name="off, without routes", routes=RoutesFrom.NOWHERE),
+        drawn("replay after off", seed=1, same_as="replay"),
+        native("native after off", same_as="native"),
+    ]
+    return Episode(name="switching", steps=tuple(steps))
+
+
+def _models(terms: ReplayTerms) -> Iterator[Episode]:
+    for model in terms.models:
+        forward = Purpose.OLD_LOGPROB
+        yield Episode(
+            name=f"model {model}",
+            steps=(
+                native(f"{model} alone", model=model, purpose=forward),
+                drawn("replay", seed=1),
+                drawn(f"{model} while the policy is replayed", seed=1, model=model, purpose=forward, same_as=f"{model} alone"),
+                drawn("replay again", seed=1, same_as="replay"),
+                native(f"{model} afterwards", model=model, purpose=forward, same_as=f"{model} alone"),
+            ),
+        )
+
+
+def _unsupported(terms: ReplayTerms) -> Iterator[Episode]:
+    for name in terms.unsupported:
+        yield Episode(name=f"router {name}", steps=(drawn(f"replay on the router {name}", seed=1, variant=name),))
+    yield Episode(name=DENSE, steps=(drawn("replay without MoE layers", seed=1, variant=DENSE, edge="a model without MoE layers"),))
+
+
+def _defects(contract: Contract) -> Episode:
+    defects = [drawn(f"routes that are {defect}", seed=1, defect=defect) for defect in offered_defects(contract)]
+    return Episode(
+        name="bad routes", steps=(native(), drawn("replay", seed=1), *defects, native("native after bad routes", same_as="native"))
+    )
+
+
+def _edges() -> Episode:
+    return Episode(
+        name="edges",
+        steps=(
+            native(),
+            drawn("a sample without response", seed=1, edge="a response of length 0"),
+            drawn("an empty microbatch", seed=1, edge="a microbatch without samples"),
+            drawn("scores that are NaN", seed=1, weights=-1, edge="NaN scores"),
+            native("native after the edges", same_as="native"),
+        ),
+    )
+
+
+def random_episode(contract: Contract, seed: int, number: int) -> Episode:
+    """A random sequence of steps, each held to the first one of the same weights, samples, routes and action."""
+    terms = terms_of(contract)
+    random = np.random.default_rng([seed, number])
+    first: dict[tuple[object, ...], str] = {}
+    steps = []
+    for i in range(int(random.integers(4, 10))):
+        step = _random_step(f"step {i}", contract, terms, random)
+        whole = step.fail_at is None
+        key = (_CLASSES[step.action], step.purpose, step.weights, step.batch, step.seed if step.action is Action.REPLAY else -1, step.cut)
+        steps.append(replace(step, same_as=first.get(key, "") if whole else ""))
+        if whole:
+            first.setdefault(key, step.name)
+    return Episode(name=f"random {seed}.{number}", steps=tuple(steps))
+
+
+_CLASSES = {Action.OFF: Action.NATIVE, Action.NATIVE: Action.NATIVE, Action.RECORD: Action.NATIVE, Action.REPLAY: Action.REPLAY}
+
+
+def _random_step(name: str, contract: Contract, terms: ReplayTerms, random: np.random.Generator) -> Planned:
+    def one(values: Iterable[object]) -> object:
+        many = list(values)
+        return many[int(random.integers(len(many)))]
+
+    actions = [Action.REPLAY] * 4 + [Action.NATIVE, Action.OFF] + [Action.RECORD] * terms.records
+    action = one(actions)
+    purpose = one([Purpose.TRAIN, Purpose.TRAIN, Purpose.OLD_LOGPROB, Purpose.EVAL])
+    recompute = one(terms.recompute) if purpose is Purpose.TRAIN else Recompute.NONE
+    replays = action is Action.REPLAY
+    fails = replays and random.random() < 0.2
+    phase = Phase.RECOMPUTE if recompute is Recompute.FULL and random.random() < 0.5 else Phase.FORWARD
+    return Planned(
+        name=name,
+        action=action,  # type: ignore[arg-type]  # one of a list of its own type
+        purpose=Purpose.OLD_LOGPROB if action is Action.RECORD else purpose,  # type: ignore[arg-type]
+        recompute=Recompute.NONE if action is Action.RECORD else recompute,  # type: ignore[arg-type]
+        batch=int(random.integers(2)),
+        routes=RoutesFrom.DRAWN if replays else RoutesFrom.NOWHERE,
+        seed=int(random.integers(3)),
+        cut=2 if replays and contract.rows is Rows.CAPTURED_PREFIX and random.random() < 0.2 else None,
+        weights=int(random.integers(3)),
+        fail_at=int(random.integers(2 * len(contract.moe_layers or ()))) if fails else None,
+        fail_in=phase,
+    )

@@ -1,0 +1,64 @@
+"""Topics: the kinds of subjects besides rollouts, and who judges each. A new kind is one entry here; every door reads this table.
+
+A topic's name is the ``about`` of its traces and checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollproof.errors import UsageError
+from rollproof.report import Report
+from rollproof.subjects import SubjectFactory
+
+__all__ = ["ROLLOUTS", "TOPICS", "Asked", "judge_topic"]
+
+ROLLOUTS = "rollouts"
+"""The topic that ``rollproof.campaign`` judges, with schedules on fake engines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """How a door wants a subject judged; a topic takes what it knows."""
+
+    name: str
+    profile: str = "pr"
+    seed: int = 0
+    only: tuple[str, ...] = ()
+    expected: Mapping[str, str] = field(default_factory=dict)
+    recipe: Mapping[str, Any] | None = None
+    witness_dir: Path | None = None
+
+
+def _batches(factory: SubjectFactory, asked: Asked) -> Report:
+    from rollproof.batching import judge_batches
+
+    return judge_batches(factory, name=asked.name, seed=asked.seed, only=asked.only, expected=dict(asked.expected))
+
+
+def _replay(factory: SubjectFactory, asked: Asked) -> Report:
+    from rollproof.replay.judging import judge_replay
+
+    return judge_replay(
+        factory,
+        name=asked.name,
+        profile=asked.profile,
+        seed=asked.seed,
+        only=asked.only,
+        expected=asked.expected,
+        recipe=asked.recipe,
+        witness_dir=asked.witness_dir,
+    )
+
+
+TOPICS: Mapping[str, Callable[[SubjectFactory, Asked], Report]] = {"batches": _batches, "replay": _replay}
+
+
+def judge_topic(about: str, factory: SubjectFactory, asked: Asked) -> Report:
+    """Judge the subject that ``factory`` makes by the checks of its topic. Raises ``UsageError`` for a topic that does not exist."""
+    if about not in TOPICS:
+        raise UsageError(f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}.")
+    return TOPICS[about](factory, asked)

@@ -1,0 +1,142 @@
+"""Replay rows: what the routers executed beside what they ought to have, and where rows that are wrong came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.checks import Collector
+from rollproof.invariants.replay_origins import Strays, told_origin
+from rollproof.invariants.replay_steps import StepView
+from rollproof.invariants.wording import count, ranges, share
+from rollproof.records import IntArray
+from rollproof.replay.events import Action, Phase
+from rollproof.replay.targets import chosen_by
+
+__all__ = ["Executed", "judge_rows", "native_choice"]
+
+_Places: TypeAlias = "npt.NDArray[np.int64]"
+
+
+@dataclass(frozen=True, eq=False)
+class Executed:
+    """All rows that the policy's routers saw in one phase of a step.
+
+    ``place``, ``column`` and ``rank`` are ``(rows,)``, ``experts`` is ``(rows, top_k)``. ``place`` is the index of the token among all
+    tokens of the step (-1: padding), ``column`` the number of the MoE layer.
+    """
+
+    view: StepView
+    place: _Places
+    column: _Places
+    rank: _Places
+    experts: IntArray
+
+    @classmethod
+    def of(cls, view: StepView, phase: Phase) -> Executed:
+        """The rows of a phase; rows wider than top_k keep their first ids and a mark that makes them equal to no target."""
+        top_k = view.contract.top_k or 1
+        pieces = []
+        for call in view.calls_of("policy", phase):
+            column = view.targets.column(call.layer)
+            if column is None:
+                continue
+            place = view.targets.places(call)
+            pieces.append((place, np.full(len(place), column), np.full(len(place), call.rank), _of_width(call.experts, top_k)))
+        if not pieces:
+            none = np.zeros(0, dtype=np.int64)
+            return cls(view, none, none, none, np.zeros((0, top_k), dtype=np.int32))
+        place, column_of, rank, experts = (np.concatenate([piece[i] for piece in pieces]) for i in range(4))
+        return cls(view, place, column_of, rank, experts)
+
+    def strays(self, wrong: _Places) -> Strays:
+        """The wrong rows, and what may explain them."""
+        view = self.view
+        earlier = [
+            (other.step.name, other.targets) for other in view.before.values() if other is not view and other.replays and other.regular
+        ]
+        return Strays(self.ordered[wrong], self.place[wrong], self.column[wrong], view.targets, native_choice(view), tuple(earlier))
+
+    @cached_property
+    def ordered(self) -> IntArray:
+        """The executed ids of each row, ascending: their order is no promise."""
+        return np.sort(self.experts, axis=1)
+
+    @cached_property
+    def held(self) -> npt.NDArray[np.bool_]:
+        """``(rows,)``: which rows have a target."""
+        inside = self.place >= 0
+        return inside & self.view.targets.known[np.where(inside, self.place, 0), self.column] if len(self.place) else inside
+
+    @cached_property
+    def wrong(self) -> npt.NDArray[np.bool_]:
+        """``(rows,)``: which rows with a target executed something else."""
+        target = (
+            np.sort(self.view.targets.experts[np.where(self.held, self.place, 0), self.column], axis=1) if len(self.place) else self.ordered
+        )
+        return self.held & (self.ordered != target).any(axis=1)
+
+
+def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> None:
+    """Compare the rows of a phase with their targets: counts those compared, and tells of all wrong ones together."""
+    rows = Executed.of(view, phase)
+    held = int(rows.held.sum())
+    if not held:
+        out.absent(f"no row with a target was seen in a {phase} pass")
+        return
+    out.exercised(counter, held)
+    wrong = np.flatnonzero(rows.wrong)
+    if not len(wrong):
+        return
+    first = wrong[0]
+    place, column = int(rows.place[first]), int(rows.column[first])
+    sample, position = view.sample(place)
+    layers = sorted({view.targets.layers[int(one)] for one in rows.column[wrong]})
+    words, hint = told_origin(rows.strays(wrong))
+    target = sorted(view.targets.experts[place, column].tolist())
+    out.finding(
+        "routers executed other experts than their target",
+        expected=f"experts {target} at position {position} of {sample.request_id} in layer {view.targets.layers[column]}",
+        observed=f"experts {rows.ordered[first].tolist()}; {share(len(wrong), held, 'row')} wrong, in {count(len(layers), 'layer')} "
+        f"({ranges(layers)}){words}",
+        where=view.where(
+            request=sample.request_id,
+            position=position,
+            layer=view.targets.layers[column],
+            rank=int(rows.rank[first]),
+            recompute=str(view.step.recompute),
+        ),
+        hint=hint,
+    )
+
+
+def native_choice(view: StepView) -> IntArray | None:
+    """What the policy chose by itself for the same samples under the same weights, in an earlier step; ``None`` where there is none."""
+    for other in view.before.values():
+        if other is view or not other.done or other.step.action is Action.REPLAY or other.step.model != "policy" or not other.regular:
+            continue
+        if other.step.weights == view.step.weights and not other.step.nudge and not view.step.nudge and _same_tokens(other, view):
+            found = chosen_by(view.contract, other.step, list(other.calls_of("policy", Phase.FORWARD)))
+            if found is not None:
+                return found
+    return None
+
+
+def _same_tokens(one: StepView, other: StepView) -> bool:
+    return [sample.prompt_ids + sample.response_ids for sample in one.step.samples] == [
+        sample.prompt_ids + sample.response_ids for sample in other.step.samples
+    ]
+
+
+def _of_width(experts: IntArray, width: int) -> IntArray:
+    if experts.shape[1] == width:
+        return experts
+    if experts.shape[1] > width:
+        cut = experts[:, :width].copy()
+        cut[:, 0] = -2
+        return cut
+    return np.concatenate([experts, np.full((len(experts), width - experts.shape[1]), -1, dtype=experts.dtype)], axis=1)
