@@ -29,6 +29,7 @@ from rollproof import (
     Fleet,
     PauseMode,
     Recording,
+    ReplayConformance,
     ReplaySubject,
     Report,
     Request,
@@ -56,7 +57,7 @@ from rollproof import (
 __all__ = [
     "Action", "ActionKind", "BatchConformance", "BatchSubject", "Case", "CaseError", "Check", "Collector", "ConformanceError",
     "ContractError", "EngineCall", "EngineOutput", "EngineSubject", "ExpectationError", "FakeEngine", "Finding", "FinishReason",
-    "PauseMode", "Recording", "ReplaySubject", "RollproofError", "Span", "StackError", "SubjectError", "Trace", "TraceError",
+    "PauseMode", "Recording", "ReplayConformance", "ReplaySubject", "RollproofError", "Span", "StackError", "SubjectError", "Trace", "TraceError",
     "TraceVersionError", "Trigger", "UsageError", "lend", "request_check", "trace_check",
 ]  # fmt: skip
 
