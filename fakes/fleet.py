@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
+from rollproof.blame import pass_on
 from rollproof.case import Action, Case
 from rollproof.contract import Contract, KvPolicy
-from rollproof.errors import CaseError, RollproofError, UsageError
+from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.balancer import Balancer
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.coded import CodedPolicy
@@ -24,6 +25,7 @@ from rollproof.fakes.faults import Schedule, Shot, perform
 from rollproof.fakes.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.ray_face import RayHandle
 from rollproof.records import Version
+from rollproof.telling import told
 from rollproof.trace import Fault, PauseMode, Recorder, Update, UpdatePhase, Weights
 
 __all__ = ["CURRENT_REQUEST", "Fleet", "Updater"]
@@ -77,6 +79,7 @@ class Fleet:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._spawned = 0
         self._error: Exception | None = None
+        self._giving_up = False
         for server in self.servers.values():
             recorder.record(Weights(server_id=server.server_id, version=server.version, label=server.label, flushed=True))
 
@@ -140,12 +143,13 @@ class Fleet:
             done = update()
             if inspect.isawaitable(done):
                 await done
-        except RollproofError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a stack's procedure raises, the run goes on and is judged
+        except BaseException as error:  # whatever a stack's procedure raises, the run goes on and is judged
+            pass_on(error)
+            if self._giving_up and isinstance(error, asyncio.CancelledError):
+                raise
             self.updates_failed += 1
             # without a server: the whole procedure gave up, where the engine's own record says that one transfer broke
-            self.recorder.record(Fault(what="update-failure", detail=f"{type(error).__name__}: {error}"))
+            self.recorder.record(Fault(what="update-failure", detail=told(error)))
             return False
         return True
 
@@ -200,11 +204,16 @@ class Fleet:
             tasks = list(self._tasks.values())
             done, late = await asyncio.wait(tasks, timeout=self.case.deadline)
             if not done:
+                self._giving_up = True
                 for task in tasks:
                     if task in late:
                         self.recorder.record(Fault(what="update-hung", detail=task.get_name()))
                         task.cancel()
                 await asyncio.gather(*late, return_exceptions=True)
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what an action that fired has raised so far, beyond a failed update."""
         if self._error is not None:
             raise self._error
 

@@ -22,6 +22,7 @@ from rollproof.judge import judge
 from rollproof.records import BatchRow, Rollout
 from rollproof.report import Canary, Report
 from rollproof.subjects import SubjectFactory
+from rollproof.telling import told
 from rollproof.trace import Batch, Header, Recorder, Trace
 
 __all__ = ["judge_batches", "record_batches"]
@@ -85,7 +86,7 @@ def _make(factory: SubjectFactory, label: str) -> Any:
     except RollproofError:
         raise
     except Exception as error:  # whatever a user's constructor raises, told in our words
-        raise SubjectError(f"{label} could not be made: {type(error).__name__}: {error}.") from error
+        raise SubjectError(f"{label} could not be made: {told(error)}.") from error
     missing = [method for method in _METHODS if not callable(getattr(subject, method, None))]
     if missing or not isinstance(getattr(subject, "contract", None), Contract):
         raise SubjectError(
@@ -104,13 +105,13 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     except RollproofError:
         raise
     except Exception as error:  # noqa: BLE001 - a refusal is an outcome
-        return replace(event, refused=f"{type(error).__name__}: {error}", changed=_changed(case.samples, given))
+        return replace(event, refused=told(error), changed=_changed(case.samples, given))
     try:
         rows = _settled(subject.rows(batch))
     except RollproofError:
         raise
     except Exception as error:  # the adapter is the user's own code: tell which method failed on what
-        raise SubjectError(f"{label}.rows raised {type(error).__name__}: {error} on the batch of {case.name!r}.") from error
+        raise SubjectError(f"{label}.rows raised {told(error)} on the batch of {case.name!r}.") from error
     if not isinstance(rows, list | tuple) or not all(isinstance(row, BatchRow) for row in rows):
         raise SubjectError(f"{label}.rows must return a list of BatchRow, not {type(rows).__name__}.")
     return replace(event, rows=tuple(_sound(row, label) for row in rows), changed=_changed(case.samples, given))

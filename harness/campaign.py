@@ -6,6 +6,7 @@ small case and written down as a trace that ``rollproof replay`` runs and judges
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,24 +15,35 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rollproof.arguments import as_cases, as_expected, as_names, as_seed, check_factory
 from rollproof.canary import try_canary
 from rollproof.case import Case
 from rollproof.checks import Check, CheckResult, Registry, Verdict, default_registry
+from rollproof.clock import DEADLOCK
 from rollproof.contract import Contract, KvPolicy
-from rollproof.errors import UsageError
+from rollproof.errors import TraceError, UsageError
+from rollproof.files import check_folder
 from rollproof.judge import Tally, judge_events
 from rollproof.probing import declares, probe
 from rollproof.progress import Progress
-from rollproof.report import Canary, Report
+from rollproof.report import Canary, Interrupted, Report
 from rollproof.runner import run_case
 from rollproof.scenarios import Scenarios
 from rollproof.schedules import LATER_REQUEST, profile_named, random_cases, scope_families
 from rollproof.shrink import shrink
 from rollproof.subjects import SubjectFactory
-from rollproof.trace import PauseMode, Trace
+from rollproof.telling import told
+from rollproof.trace import Event, PauseMode, Result, Trace
 from rollproof.witnesses import drop_witnesses, write_witness
 
 __all__ = ["Campaign", "cases_for", "merge_reports", "run_conformance"]
+
+_HANGS = 10
+"""Rollouts that hang alike before a campaign stops; one that polls ten times a second costs a second of real time and more."""
+_TRIES = 150
+"""Cases that shrinking one fault may run."""
+_SLOW_TRIES = 15
+"""The same where each case may cost seconds."""
 
 
 def run_conformance(
@@ -57,41 +69,37 @@ def run_conformance(
     whose conventions fit the subject's contract), ``cases`` replaces the profile's schedules. ``expected`` maps ids of
     checks that are known to fail to the reason: they run without shrinking. Counterexamples go to ``witness_dir``;
     those of an earlier run whose checks now pass are deleted, but for the checks of ``keep_witnesses``.
-    Raises ``UsageError`` for an unknown profile, check or flavour and ``SubjectError`` for a subject that cannot be run.
+    Raises ``UsageError`` for an argument of a wrong kind, an unknown profile, check or flavour, and a ``witness_dir`` that cannot be
+    written to; ``SubjectError`` for a subject that cannot be run; and ``Interrupted``, with the report so far, where Ctrl-C ends it.
     """
     start = time.perf_counter()
-    settings = profile_named(profile)
+    check_factory(factory, "run_conformance()")
+    used_seed = profile_named(profile).seed_for(as_seed(seed))
     registry = default_registry().extended(checks)
+    chosen = as_names(only, "only")
     campaign = Campaign(
         factory=factory,
         name=name or _name(factory),
         profile=profile,
-        registry=registry.select(only) if (only := tuple(only)) else registry,
-        expected=dict(expected or {}),
+        registry=registry.select(chosen) if chosen else registry,
+        expected=as_expected(expected, registry),
         witness_dir=witness_dir,
         recipe=recipe,
     )
-    used_seed = settings.seed_for(seed)
-    todo = list(cases) if cases is not None else list(cases_for(factory, profile=profile, seed=used_seed, flavours=flavours))
-    for i, case in enumerate(todo):
-        if progress is not None:
-            progress(Progress(done=i, total=len(todo), what=f"{campaign.name} on {case.flavour}"))
-        campaign.run(case)
-    results = campaign.conclude(progress)
+    if witness_dir is not None:
+        check_folder(witness_dir)
+    named = None if flavours is None else as_names(flavours, "flavours")
+    todo = as_cases(cases) if cases is not None else list(cases_for(factory, profile=profile, seed=used_seed, flavours=named))
+    try:
+        campaign.run_all(todo, progress)
+        results = campaign.conclude(progress)
+    except KeyboardInterrupt:
+        campaign.notes.append(f"interrupted after {campaign.tally.traces} of {len(todo)} cases: only those were judged")
+        raise Interrupted(campaign.report(campaign.tally.judgement().results, used_seed, start)) from None
     if witness_dir is not None:
         passed = [result.id for result in results if result.verdict is Verdict.PASS]
         drop_witnesses(witness_dir, set(passed).difference(keep_witnesses), subject=campaign.name)
-    return Report(
-        subject=campaign.name,
-        profile=profile,
-        seed=used_seed,
-        results=results,
-        exercised=dict(campaign.exercised),
-        canary=try_canary(campaign.clean, campaign.registry) if canary else None,
-        expected={check_id: reason for check_id, reason in campaign.expected.items() if check_id in campaign.registry.ids},
-        cases=campaign.tally.traces,
-        seconds=time.perf_counter() - start,
-    )
+    return campaign.report(results, used_seed, start, canary=try_canary(campaign.clean, campaign.registry) if canary else None)
 
 
 def cases_for(factory: SubjectFactory, *, profile: str, seed: int, flavours: Iterable[str] | None = None, thin: int = 1) -> Iterator[Case]:
@@ -149,9 +157,41 @@ class Campaign:
     exercised: Counter[str] = field(default_factory=Counter)
     failing: dict[str, Case] = field(default_factory=dict)
     clean: list[Trace] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    hangs: Counter[str] = field(default_factory=Counter)
+    slow: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.tally = Tally(self.registry)
+
+    def run_all(self, cases: list[Case], progress: Callable[[Progress], None] | None = None) -> None:
+        """Run and judge cases, unless one rollout after the other hangs alike: each may cost seconds, and shows the same fault."""
+        for number, case in enumerate(cases):
+            if progress is not None:
+                progress(Progress(done=number, total=len(cases), what=f"{self.name} on {case.flavour}"))
+            self.run(case)
+            place, times = max(self.hangs.items(), key=lambda hang: hang[1], default=("", 0))
+            if times >= _HANGS and self.failing and number + 1 < len(cases):
+                self.notes.append(
+                    f"stopped after {number + 1} of {len(cases)} cases: {times} rollouts hung alike, awaiting {place}. What the other "
+                    "cases would have shown is not known"
+                )
+                return
+
+    def report(self, results: tuple[CheckResult, ...], seed: int, start: float, canary: Canary | None = None) -> Report:
+        """The report of a campaign that began at ``start`` (``time.perf_counter``)."""
+        return Report(
+            subject=self.name,
+            profile=self.profile,
+            seed=seed,
+            results=results,
+            exercised=dict(self.exercised),
+            canary=canary,
+            expected={check_id: reason for check_id, reason in self.expected.items() if check_id in self.registry.ids},
+            cases=self.tally.traces,
+            seconds=time.perf_counter() - start,
+            notes=tuple(self.notes),
+        )
 
     def run(self, case: Case) -> None:
         """Run and judge one case."""
@@ -163,7 +203,11 @@ class Campaign:
         judge_events(trace.header, trace.events, self.tally)
         self.exercised.update(scenarios.counts)
         failed = [check_id for check_id, found in self.tally.counts().items() if found > before.get(check_id, 0)]
+        hung = [place for event in trace.events if (place := _slow_hang(event)) is not None]
+        self.hangs.update(hung)
         for check_id in failed:
+            if check_id not in self.failing and hung:
+                self.slow.add(check_id)
             self.failing.setdefault(check_id, case)
         if not failed:
             self._keep(trace)
@@ -193,14 +237,26 @@ class Campaign:
             trace, tally = findings(case)
             return bool(tally.found()) and declares(trace.header.contract, case.model)
 
-        case = shrink(self.failing[result.id], fails)
+        case = shrink(self.failing[result.id], fails, tries=_SLOW_TRIES if result.id in self.slow else _TRIES)
         trace, tally = findings(case)
         shown = tally.judgement()[result.id].findings
         witness = self._write(result.id, trace)
         return replace(result, findings=tuple(replace(finding, witness=witness) for finding in shown))
 
     def _write(self, check_id: str, trace: Trace) -> str | None:
-        return None if self.witness_dir is None else str(write_witness(self.witness_dir, check_id, trace))
+        if self.witness_dir is None:
+            return None
+        try:
+            return str(write_witness(self.witness_dir, check_id, trace))
+        except (TraceError, OSError) as error:
+            trouble = f"The counterexample of {check_id} could not be kept in {self.witness_dir}/ ({told(error)})"
+        try:
+            kept = write_witness(Path(tempfile.mkdtemp(prefix="rollproof-")), check_id, trace)
+        except (TraceError, OSError):
+            self.notes.append(trouble)
+            return None
+        self.notes.append(f"{trouble}; it is in {kept}")
+        return str(kept)
 
     def _trace(self, case: Case) -> Trace:
         return run_case(self.factory, case, name=self.name, profile=self.profile, recipe=self.recipe)
@@ -210,6 +266,13 @@ class Campaign:
         if not self.clean or len(trace.events) > len(self.clean[-1].events):
             self.clean.append(trace)
             del self.clean[:-4]
+
+
+def _slow_hang(event: Event) -> str | None:
+    """What a rollout awaited that hung, where that took the clock long to find out; ``None`` for any other event."""
+    if not isinstance(event, Result) or not event.hung or event.error is None or event.error.startswith(DEADLOCK):
+        return None
+    return event.error.rpartition(" awaits ")[2]
 
 
 def _name(factory: SubjectFactory) -> str:

@@ -16,17 +16,19 @@ import socket
 import threading
 from asyncio import base_events
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from heapq import heappop
 from typing import Any, TypeVar
 
 from rollproof.errors import SubjectError
 
-__all__ = ["Stalled", "VirtualLoop", "describe_wait", "guarded", "run"]
+__all__ = ["DEADLOCK", "Stalled", "VirtualLoop", "describe_wait", "guarded", "run"]
 
 _T = TypeVar("_T")
 _SPIN_LIMIT = 20_000
+DEADLOCK = "nothing is scheduled any more"
+"""Why a loop stalled that was left with nothing to do: seen at once, where other hangs are seen when much time has passed."""
 
 
 class Stalled(RuntimeError):
@@ -34,7 +36,10 @@ class Stalled(RuntimeError):
 
 
 class VirtualLoop(base_events.BaseEventLoop):
-    """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer."""
+    """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer.
+
+    ``ending`` is set while tasks that are left over are cancelled.
+    """
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
@@ -46,6 +51,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._spins = 0
         self._jumps_left = math.inf if jumps is None else jumps
         self._clock_resolution = 1e-9
+        self.ending: bool = False
 
     def bound(self, jumps: int) -> None:
         """Let time pass so many times more, and then no further."""
@@ -58,7 +64,7 @@ class VirtualLoop(base_events.BaseEventLoop):
     def pass_time(self, timeout: float | None) -> None:
         """Jump ahead. Raises ``Stalled`` when nothing is left to wait for, or when time never passes."""
         if timeout is None:
-            raise Stalled("nothing is scheduled any more")
+            raise Stalled(DEADLOCK)
         if timeout <= 0:
             self._spins += 1
             if self._spins > _SPIN_LIMIT:
@@ -116,6 +122,10 @@ class VirtualLoop(base_events.BaseEventLoop):
             raise SubjectError(_THREAD_ADVICE)
         return self.call_soon(callback, *args, context=context)
 
+    def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
+        """Raises ``SubjectError``: a signal comes in real time."""
+        raise SubjectError(_SIGNAL_ADVICE)
+
     def _process_events(self, event_list: list[Any]) -> None:
         """There are no sockets, so there are no events."""
 
@@ -132,6 +142,41 @@ _SOCKET_ADVICE = (
     "The subject opened a socket ({what}). rollproof runs subjects on a virtual clock with in-process fakes, where nothing answers on "
     "a socket in virtual time. Use the handles that `fleet` gives, or record a real run with `rollproof.record(...)` and judge that."
 )
+
+
+_SIGNAL_ADVICE = (
+    "The subject sets a signal handler on the event loop. rollproof runs subjects on a virtual clock, into which no signal can come. Leave "
+    "handlers to the program that starts the stack, or make them optional, so that a test can do without."
+)
+_PROCESS_ADVICE = (
+    "The subject starts a process (loop.{what}). rollproof runs subjects on a virtual clock, which cannot wait for a process in real time. "
+    "Give the subject a stand-in for what the process does (the engines of `fleet` answer in this process), or record a real run with "
+    "`rollproof.record(...)` and judge that."
+)
+
+
+def _refusing(name: str, advice: str) -> Callable[..., Any]:
+    def refuse(_self: VirtualLoop, *_args: Any, **_kwargs: Any) -> Any:
+        raise SubjectError(advice.format(what=name))
+
+    refuse.__name__ = name
+    refuse.__doc__ = "Raises ``SubjectError``, with advice: there is no real time here to do it in."
+    return refuse
+
+
+_REFUSED: Mapping[str, tuple[str, ...]] = {
+    _PROCESS_ADVICE: ("subprocess_exec", "subprocess_shell"),
+    _SOCKET_ADVICE.replace("socket ({what})", "connection (loop.{what})"): (
+        "add_reader", "add_writer", "connect_accepted_socket", "connect_read_pipe", "connect_write_pipe", "create_connection",
+        "create_datagram_endpoint", "create_server", "create_unix_connection", "create_unix_server", "getaddrinfo", "getnameinfo",
+        "sendfile", "sock_accept", "sock_connect", "sock_recv", "sock_recv_into", "sock_recvfrom", "sock_recvfrom_into", "sock_sendall",
+        "sock_sendfile", "sock_sendto", "start_tls",
+    ),
+}  # fmt: skip
+"""What an event loop does in real time: the base class has no answer to it but a bare ``NotImplementedError``."""
+for _advice, _names in _REFUSED.items():
+    for _name in _names:
+        setattr(VirtualLoop, _name, _refusing(_name, _advice))
 
 
 @contextmanager
@@ -184,6 +229,7 @@ def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None) -
 
 
 def _cancel_all(loop: VirtualLoop) -> None:
+    loop.ending = True
     left = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
     for task in left:
         task.cancel()

@@ -27,6 +27,7 @@ from rollproof.judge import judge
 from rollproof.records import EngineOutput, Request, Rollout, Scalar, Version
 from rollproof.report import Report
 from rollproof.scenarios import Scenarios
+from rollproof.telling import told
 from rollproof.trace import (
     Abort,
     Call,
@@ -174,7 +175,7 @@ class Recording:
             self.submit(request)
             return _Watched(
                 take=lambda native: self._ended(request, native, to_record),
-                fail=lambda error: self.result(request_id=request.request_id, error=f"{type(error).__name__}: {error}"),
+                fail=lambda error: self.result(request_id=request.request_id, error=told(error)),
                 request_id=request.request_id,
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollproof.checks import CheckResult, Verdict
 
-__all__ = ["REPORT_SCHEMA", "Canary", "ExitCode", "Report"]
+__all__ = ["REPORT_SCHEMA", "Canary", "ExitCode", "Interrupted", "Report"]
 
 REPORT_SCHEMA = 1
 
@@ -101,6 +101,14 @@ class Report:
             "canary": self.canary.to_dict() if self.canary else {},
             "notes": list(self.notes),
         }
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user's Ctrl-C, with the reports of what was found until then."""
+
+    def __init__(self, *reports: Report) -> None:
+        super().__init__()
+        self.reports = reports
 
 
 def _result_dict(result: CheckResult, expected: str | None) -> dict[str, Any]:

@@ -9,6 +9,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line and exit: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error."""
+    from rollproof.cli.streams import open_streams
+
+    open_streams()
     try:
         from rollproof.cli.app import run
 

@@ -16,9 +16,11 @@ from rollproof.cli.checks import checks
 from rollproof.cli.doctor import doctor
 from rollproof.cli.known_bugs import known_bugs
 from rollproof.cli.replay import replay
+from rollproof.cli.streams import stdout_failure
 from rollproof.cli.verify import verify
 from rollproof.errors import ConformanceError, RollproofError
 from rollproof.report import ExitCode
+from rollproof.telling import one_line, told
 
 __all__ = ["app", "run"]
 
@@ -63,12 +65,16 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = app(args=[argument for argument in arguments if argument != "--debug"], standalone_mode=False)
         sys.stdout.flush()
+        if code != ExitCode.USAGE and sys.__stdout__ is not None and (failure := stdout_failure()) is not None:
+            sys.stderr.write(f"rollproof: standard output took no more ({failure}); the exit code is the verdict\n")
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except BrokenPipeError:
         return _unread()
     except SystemExit as stop:
-        return _unread() if isinstance(stop.__context__, BrokenPipeError) else int(stop.code or 0)
+        if isinstance(stop.__context__, BrokenPipeError):  # rich's way to tell it
+            return _unread()
+        return _tell(f"internal error: a command ended the process ({told(stop)})", ExitCode.INTERNAL, debug=debug)
     except ConformanceError as error:
         return _tell(str(error), ExitCode.FAIL, debug=debug)
     except RollproofError as error:
@@ -77,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
         return _tell(f"error: {_clicked_text(error)}", ExitCode.USAGE, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last resort: whatever it is, the user gets a line and the right exit code
         return _tell(
-            f"internal error: {type(error).__name__}: {error}\nThis is a fault of rollproof, not of what it judged. Please report"
+            f"internal error: {told(error)}.\nThis is a fault of rollproof, not of what it judged. Please report"
             " it with the command, the output of `rollproof doctor`, and the traceback that `--debug` shows.",
             ExitCode.INTERNAL,
             debug=debug,
@@ -95,8 +101,10 @@ def _tell(text: str, code: int, *, debug: bool) -> int:
 
 
 def _clicked_text(error: Any) -> str:
-    text = error.format_message() if hasattr(error, "format_message") else str(error)
+    """What is wrong with a command line, as sentences; newer clicks end theirs without a period, and say nothing of a missing command."""
+    text = one_line(error.format_message() if hasattr(error, "format_message") else str(error)) or "Name a command"
     context = getattr(error, "ctx", None)
+    text = text if text.endswith((".", "?", "!")) else f"{text}."
     return f"{text} See `{context.command_path} --help`." if context is not None else text
 
 

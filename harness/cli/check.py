@@ -47,9 +47,8 @@ def check(
     output.lines(report_lines(report.to_dict(), verbose=verbose, gather=True))
     output.lines((Style.BAD, f"  {error}") for error in judged.broken)
     output.json(report.to_dict())
-    if judged.broken and report.exit_code != ExitCode.FAIL:
-        return ExitCode.USAGE
-    return report.exit_code
+    broken = judged.broken and report.exit_code != ExitCode.FAIL
+    return output.ended(ExitCode.USAGE if broken else report.exit_code)
 
 
 @dataclass

@@ -33,7 +33,7 @@ def checks(
         output.table(_table(registry))
         output.say(f"{len(registry)} checks; `rollproof checks ID` shows one in full.")
     output.json({"schema": REPORT_SCHEMA, "checks": [_dict(check, bugs) for check in registry]})
-    return ExitCode.PASS
+    return output.ended(ExitCode.PASS)
 
 
 def _bugs() -> tuple[KnownBug, ...]:

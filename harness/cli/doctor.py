@@ -16,6 +16,7 @@ from rollproof.console import Line, Style
 from rollproof.gpu_suites.gate import find_gpus
 from rollproof.report import REPORT_SCHEMA, ExitCode
 from rollproof.stacks import STACKS, installed_version
+from rollproof.telling import told
 
 __all__ = ["doctor"]
 
@@ -52,7 +53,7 @@ def doctor(json_target: JsonTarget = None) -> int:
             "case_seconds": None if failure else seconds,
         }
     )
-    return ExitCode.PASS if good else ExitCode.FAIL
+    return output.ended(ExitCode.PASS if good else ExitCode.FAIL)
 
 
 def _lines(required: dict[str, str | None], optional: dict[str, str | None], plugin: bool, trouble: str) -> Iterator[Line]:
@@ -85,5 +86,5 @@ def _one_case() -> tuple[float, str | None]:
         start = time.perf_counter()
         run_case(target.factory, case)
     except Exception as error:  # noqa: BLE001 - whatever is wrong with this installation is what doctor is asked for
-        return 0.0, f"does not run: {type(error).__name__}: {error}"
+        return 0.0, f"does not run: {told(error)}"
     return time.perf_counter() - start, None

@@ -18,19 +18,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from rollproof.batching import judge_batches
 from rollproof.campaign import run_conformance
 from rollproof.checks import CheckResult, default_registry
 from rollproof.cli.targets import Target, target_of_recipe
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.files import folder_name
 from rollproof.progress import Progress
-from rollproof.report import Report
+from rollproof.report import Interrupted, Report
+from rollproof.telling import told
+from rollproof.topics import ROLLOUTS, Asked, judge_topic
 
 __all__ = ["Settings", "judge_all", "processors"]
 
 _BETWEEN_REPORTS = 0.2
 """Seconds between two messages of a worker about how far it is."""
+_PARTING = 5.0
+"""Seconds that workers get to tell what they have found when Ctrl-C ends the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,43 +57,114 @@ def processors() -> int:
 def judge_all(targets: Sequence[Target], settings: Settings, progress: Callable[[Progress], None], *, jobs: int) -> list[Report]:
     """The reports of ``targets``, in their order, by up to ``jobs`` processes at once (1: this one).
 
-    Raises what judging a target raises, and ``SubjectError`` where a worker dies. However it ends, no worker is left.
+    Raises what judging a target raises, ``SubjectError`` where a worker dies, and ``Interrupted`` with what there is where Ctrl-C
+    ends it. However it ends, no worker is left.
     """
     if min(jobs, len(targets)) <= 1:
-        return [_judge(target, settings, progress) for target in targets]
-    reports: dict[int, Report] = {}
-    todo = iter(enumerate(targets))
-    with _workers(min(jobs, len(targets)), settings) as workers:
-        busy = {pipe: number for pipe in workers if (number := _give(pipe, todo)) is not None}
-        while busy:
-            for pipe in wait(list(busy)):
+        return _one_after_the_other(targets, settings, progress)
+    run = _SideBySide(targets, progress)
+    try:
+        run.all(settings, min(jobs, len(targets)))
+    except KeyboardInterrupt:
+        raise Interrupted(*run.found()) from None
+    return run.found()
+
+
+def _one_after_the_other(targets: Sequence[Target], settings: Settings, progress: Callable[[Progress], None]) -> list[Report]:
+    reports: list[Report] = []
+    for target in targets:
+        try:
+            reports.append(_judge(target, settings, progress))
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted(*reports, *(interrupt.reports if isinstance(interrupt, Interrupted) else ())) from None
+    return reports
+
+
+class _SideBySide:
+    """Targets that are judged by workers, and the reports that have come back."""
+
+    def __init__(self, targets: Sequence[Target], progress: Callable[[Progress], None]) -> None:
+        self._targets = targets
+        self._progress = progress
+        self._todo = iter(enumerate(targets))
+        self._busy: dict[Connection, int] = {}
+        self._reports: dict[int, Report] = {}
+
+    def found(self) -> list[Report]:
+        """The reports so far, in the order of the targets."""
+        return [self._reports[number] for number in sorted(self._reports)]
+
+    def all(self, settings: Settings, count: int) -> None:
+        """Have every target judged. Ctrl-C asks each worker for what it has found so far, before it goes on to the caller."""
+        with _workers(count, settings) as workers:
+            for pipe in workers:
+                self._give(pipe)
+            try:
+                while self._busy:
+                    for pipe in wait(list(self._busy)):
+                        assert isinstance(pipe, Connection)
+                        self._take(pipe)
+            except KeyboardInterrupt:
+                for process in workers.values():
+                    process.terminate()
+                self._take_rest()
+                raise
+
+    def _give(self, pipe: Connection) -> None:
+        """Hand a worker the next target, if one is left."""
+        number, target = next(self._todo, (None, None))
+        if target is None or number is None:
+            return
+        self._busy[pipe] = number
+        with suppress(BrokenPipeError):  # a worker that died is told apart when its answer is read
+            pipe.send(dict(target.recipe))
+
+    def _take(self, pipe: Connection) -> None:
+        """Read one message of a worker: how far it is, its report, or why there is none."""
+        number = self._busy[pipe]
+        try:
+            message = pipe.recv()
+        except EOFError:
+            raise SubjectError(
+                f"The process that judged {self._targets[number].name} died (out of memory, or the subject ended it). "
+                "Run it with `--jobs 1` to see why."
+            ) from None
+        if isinstance(message, Progress):
+            share = f" ({message.done}/{message.total})" if message.total else ""
+            self._progress(Progress(done=len(self._reports), total=len(self._targets), what=message.what + share))
+        elif isinstance(message, BaseException):
+            raise message
+        else:
+            self._reports[number] = _unpacked(*message)
+            del self._busy[pipe]
+            self._give(pipe)
+
+    def _take_rest(self) -> None:
+        """What the workers have found so far, as far as they tell it soon."""
+        self._todo = iter(())
+        until = time.monotonic() + _PARTING
+        while self._busy and (ready := wait(list(self._busy), max(0.0, until - time.monotonic()))):
+            for pipe in ready:
                 assert isinstance(pipe, Connection)
-                number = busy[pipe]
                 try:
-                    message = pipe.recv()
-                except EOFError:
-                    raise SubjectError(
-                        f"The process that judged {targets[number].name} died (out of memory, or the subject ended it). "
-                        "Run it with `--jobs 1` to see why."
-                    ) from None
-                if isinstance(message, Progress):
-                    share = f" ({message.done}/{message.total})" if message.total else ""
-                    progress(Progress(done=len(reports), total=len(targets), what=message.what + share))
-                    continue
-                if isinstance(message, BaseException):
-                    raise message
-                reports[number] = _unpacked(*message)
-                del busy[pipe]
-                following = _give(pipe, todo)
-                if following is not None:
-                    busy[pipe] = following
-    return [reports[number] for number in range(len(targets))]
+                    self._take(pipe)
+                except Exception:  # noqa: BLE001 - it died, or cannot be run: the user wants to stop, and is not told of it now
+                    del self._busy[pipe]
 
 
 def _judge(target: Target, settings: Settings, progress: Callable[[Progress], None]) -> Report:
     expected = dict(settings.expected.get(target.name, {})) or None
-    if target.batches:
-        return judge_batches(target.factory, name=target.name, seed=settings.seed, only=settings.only, expected=expected)
+    if target.about != ROLLOUTS:
+        asked = Asked(
+            name=target.name,
+            profile=settings.profile,
+            seed=settings.seed,
+            only=settings.only,
+            expected=expected or {},
+            recipe=target.recipe,
+            witness_dir=settings.witness_dir / folder_name(target.folder),
+        )
+        return judge_topic(target.about, target.factory, asked)
     own = target.cases is not None and not settings.flavours
     return run_conformance(
         target.factory,
@@ -108,41 +182,30 @@ def _judge(target: Target, settings: Settings, progress: Callable[[Progress], No
 
 
 @contextmanager
-def _workers(count: int, settings: Settings) -> Iterator[list[Connection]]:
-    """Pipes to ``count`` workers, which end with the context."""
+def _workers(count: int, settings: Settings) -> Iterator[dict[Connection, BaseProcess]]:
+    """``count`` workers by the pipes to them, which end with the context."""
     context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    processes: list[BaseProcess] = []
+    workers: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(count):
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(there, settings), daemon=True)
             process.start()
             there.close()
-            pipes.append(here)
-            processes.append(process)
-        yield pipes
+            workers[here] = process
+        yield workers
     finally:
-        for running in processes:
-            running.terminate()
-        for running in processes:
+        for running in workers.values():
+            running.kill()
+        for pipe, running in workers.items():
             running.join()
-        for pipe in pipes:
             pipe.close()
 
 
-def _give(pipe: Connection, todo: Iterator[tuple[int, Target]]) -> int | None:
-    """Hand a worker the next target; its number, or ``None`` where none is left."""
-    number, target = next(todo, (None, None))
-    if target is not None:
-        with suppress(BrokenPipeError):  # a worker that died is told apart when its answer is read
-            pipe.send(dict(target.recipe))
-    return number
-
-
 def _work(pipe: Connection, settings: Settings) -> None:
-    """The life of a worker: recipes in, progress and reports out, until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
+    """The life of a worker: recipes in, progress and reports out, until the parent is gone, or wants to hear what there is."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then tells its workers
+    signal.signal(signal.SIGTERM, _interrupted)
     said = 0.0
 
     def tell(progress: Progress) -> None:
@@ -151,17 +214,26 @@ def _work(pipe: Connection, settings: Settings) -> None:
             said = time.monotonic()
             pipe.send(progress)
 
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             recipe = pipe.recv()
             try:
                 pipe.send(_packed(_judge(target_of_recipe(recipe), settings, tell)))
             except (EOFError, BrokenPipeError):
                 raise
+            except Interrupted as interrupt:
+                pipe.send(_packed(interrupt.reports[0]))
+                return
             except RollproofError as error:
                 pipe.send(error)
             except Exception as error:  # noqa: BLE001 - whatever it is, the parent tells it as it would tell its own
-                pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
+                pipe.send(RuntimeError(told(error)))
+
+
+def _interrupted(*_: object) -> None:
+    """The parent's Ctrl-C, once: what is being put together then is not interrupted again."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _packed(report: Report) -> tuple[Report, list[dict[str, Any]]]:

@@ -35,7 +35,7 @@ def known_bugs(
         [(Style.GOOD if good else Style.BAD, f"{killed} of {len(results)} known bugs killed, {blamed} with a check blamed wrongly")]
     )
     output.json({"schema": REPORT_SCHEMA, "bugs": [result.to_dict() for result in results]})
-    return ExitCode.PASS if good else ExitCode.FAIL
+    return output.ended(ExitCode.PASS if good else ExitCode.FAIL)
 
 
 def _table(results: tuple[KillResult, ...]) -> Table:

@@ -16,9 +16,12 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from rollproof.cli.streams import stdout_failure
 from rollproof.console import Line
-from rollproof.files import write_atomically
+from rollproof.errors import UsageError
+from rollproof.files import check_target, keep_text, write_or_keep
 from rollproof.progress import Progress
+from rollproof.report import ExitCode
 
 __all__ = ["Meter", "Output"]
 
@@ -31,10 +34,18 @@ _BETWEEN_LINES = 20.0
 
 
 class Output:
-    """Where a command says what it found. With ``--json -`` standard output belongs to the JSON, and people read standard error."""
+    """Where a command says what it found. With ``--json -`` standard output belongs to the JSON, and people read standard error.
+
+    Raises ``UsageError`` where the JSON cannot go where ``--json`` says: before the run, not after it.
+    """
 
     def __init__(self, json_target: str | None = None) -> None:
         self._json_target = json_target
+        self._misplaced = False
+        if json_target == "-" and (failure := stdout_failure()) is not None:
+            raise UsageError(f"--json - writes to standard output, which takes nothing: {failure}. Name a file with --json FILE.")
+        if json_target not in (None, "-"):
+            check_target(Path(json_target))
         stream = sys.stderr if json_target == "-" else sys.stdout
         width = None if stream.isatty() else _WIDTH
         self._console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -53,15 +64,24 @@ class Output:
         self._console.print(table, soft_wrap=False)
 
     def json(self, data: Mapping[str, Any]) -> None:
-        """Write ``data`` where ``--json`` says, if it was given."""
+        """Write ``data`` where ``--json`` says, if it was given. Where that no longer works it is kept elsewhere, and told."""
         if self._json_target is None:
             return
         text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
-        if self._json_target == "-":
+        if self._json_target != "-":
+            trouble = write_or_keep(Path(self._json_target), text)
+        else:
             sys.stdout.write(text)
             sys.stdout.flush()
-        else:
-            write_atomically(Path(self._json_target), text)
+            failure = stdout_failure()
+            trouble = None if failure is None else f"The JSON did not fit into standard output: {failure}. {keep_text(text, 'report.json')}"
+        if trouble is not None:
+            self._misplaced = True
+            sys.stderr.write(f"rollproof: {trouble}\n")
+
+    def ended(self, code: int) -> int:
+        """The exit code where the verdict is ``code``: a failure stays one, else JSON that is not where it should be is an error."""
+        return ExitCode.USAGE if self._misplaced and code != ExitCode.FAIL else code
 
 
 class Meter:

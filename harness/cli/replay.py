@@ -55,7 +55,7 @@ def replay(
         outcome = _Outcome(recorded, judge(again), rerun=True)
     output.lines(outcome.lines())
     output.json(outcome.to_dict(trace))
-    return outcome.exit_code
+    return output.ended(outcome.exit_code)
 
 
 def _target(trace: Trace, subject: str | None, stack: str | None, part: str | None) -> Target | None:

@@ -16,7 +16,8 @@ from rollproof.cli.targets import Target, references, stack_targets, subject_tar
 from rollproof.console import Style, report_lines, summary_text
 from rollproof.errors import UsageError
 from rollproof.expected import ExpectedFailures, Outcome
-from rollproof.report import ExitCode, Report
+from rollproof.files import check_folder, check_target
+from rollproof.report import ExitCode, Interrupted, Report
 from rollproof.schedules import profile_named
 
 __all__ = ["verify"]
@@ -49,6 +50,7 @@ def verify(
     Without --stack or --subject it judges the reference resume managers that rollproof ships: all of them must pass.
     """
     output = Output(json_target)
+    check_folder(witness_dir)
     seed = profile_named(profile).seed_for(seed)
     registry = default_registry()
     ids = registry.select(only).ids if only else registry.ids
@@ -62,13 +64,21 @@ def verify(
         expected={target.name: listed.reasons(target.name) for target in targets} if listed else {},
         witness_dir=witness_dir,
     )
-    with Meter() as meter:
-        reports = judge_all(targets, settings, meter, jobs=processors() if jobs is None else jobs)
+    try:
+        with Meter() as meter:
+            reports = judge_all(targets, settings, meter, jobs=processors() if jobs is None else jobs)
+    except Interrupted as interrupt:
+        if interrupt.reports:
+            found = list(interrupt.reports)
+            whole = found[0] if len(found) == 1 else merge_reports(title, found)
+            _show(output, whole, found, verbose=verbose)
+            output.json(_json(whole, found))
+        raise
     whole = reports[0] if len(reports) == 1 else merge_reports(title, reports)
     _show(output, whole, reports, verbose=verbose)
     output.json(_json(whole, reports))
     stale = _settle(output, listed, reports, accept=accept)
-    return ExitCode.FAIL if stale else whole.exit_code
+    return output.ended(ExitCode.FAIL if stale else whole.exit_code)
 
 
 def _targets(stack: str | None, parts: list[str] | None, subject: str | None) -> tuple[str, list[Target]]:
@@ -89,6 +99,8 @@ def _listed(expected: Path | None, *, accept: bool) -> ExpectedFailures | None:
         if accept:
             raise UsageError("--accept rewrites the file of expected failures: say which one with --expected FILE.")
         return None
+    if accept:
+        check_target(expected)
     return ExpectedFailures.read(expected, missing_ok=accept)
 
 

@@ -70,5 +70,5 @@ def profile_named(name: str) -> Profile:
     """The profile called ``name``. Raises ``UsageError``, which lists the valid ones."""
     try:
         return PROFILES[name]
-    except KeyError:
+    except (KeyError, TypeError):
         raise UsageError(f"No profile is named {name!r}; choose one of {list(PROFILES)}.") from None

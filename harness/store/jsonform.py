@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.errors import TraceError, TraceVersionError, UsageError
+from rollproof.files import is_special, target_of
 from rollproof.store.stream import FORMAT, Ending, made_by
 from rollproof.store.values import parse_json, show
 from rollproof.store.wire import DTYPES, AnyArray, as_array, decode_event, decode_header, encode_event, encode_header, name_of, newer_schema
@@ -201,16 +202,21 @@ def _text(source: Path) -> str:
         raise TraceError(f"it is not UTF-8 text (at byte {error.start}).") from None
 
 
-def _write_whole(target: Path, data: bytes) -> None:
+def _write_whole(path: Path, data: bytes) -> None:
     """Write beside the target, then move: whoever reads sees the old file or the new one, never a part."""
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    beside = None
     try:
+        target = target_of(path)  # a link stays one
+        if is_special(target):
+            raise TraceError(f"{path} is a device or a pipe, and a trace would replace it by a file: name another place.")
+        beside = target.with_name(f".{target.name}.{os.getpid()}.part")
         with beside.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(target)
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink()
-        raise TraceError(f"{target} could not be written: {error.strerror}. Nothing was changed.") from error
+        if beside is not None:
+            with suppress(OSError):
+                beside.unlink()
+        raise TraceError(f"{path} could not be written: {error.strerror}. Nothing was changed.") from error

@@ -33,6 +33,7 @@ __all__ = [
     "decode_header",
     "encode_event",
     "encode_header",
+    "misfit_of",
     "name_of",
     "newer_schema",
 ]
@@ -87,6 +88,17 @@ def decode_event(wire: Any, parts: Parts) -> Event:
     return event
 
 
+def misfit_of(record: Any) -> str | None:
+    """Why a record (or an event) cannot be stored: the path of a field and what it must be; ``None`` where it can."""
+    try:
+        _codec(type(record)).encode(record, _NOWHERE)
+    except Misfit as misfit:
+        return str(misfit)
+    except RecursionError:
+        return "it is nested too deeply"
+    return None
+
+
 def encode_header(header: Header, parts: Parts) -> dict[str, Any]:
     """The header as a JSON value. Raises ``TraceError`` for values that no trace can hold."""
     return {**_write(header, parts, "header"), "schema": header.schema}
@@ -129,6 +141,27 @@ def as_array(data: Any, dtype: np.dtype[Any], shape: Any, start: int = 0, size: 
         raise TraceError(f"An empty array claims impossible lengths: {show(str(error))}.") from None
     array.flags.writeable = False
     return array
+
+
+class _Nowhere:
+    """The ``Parts`` of a record that is only looked at."""
+
+    def put_array(self, array: AnyArray) -> Any:
+        """Nothing."""
+
+    def put_integers(self, values: tuple[int, ...]) -> Any:
+        """Nothing."""
+
+    def array(self, wire: Any) -> AnyArray:
+        """Nothing is read."""
+        raise NotImplementedError("this side of the codec only writes")
+
+    def integers(self, wire: Any) -> tuple[int, ...] | None:
+        """Nothing is read."""
+        raise NotImplementedError("this side of the codec only writes")
+
+
+_NOWHERE = _Nowhere()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import signal
 import socket
+import sys
 import threading
-from dataclasses import replace
+import warnings
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,11 @@ from rollproof.case import Action, ActionKind, Case, Trigger
 from rollproof.errors import SubjectError
 from rollproof.fakes.managers import REFERENCES, AsSampled
 from rollproof.lending import lend
-from rollproof.records import Request, Rollout
+from rollproof.records import FinishReason, Request, Rollout, as_tokens
 from rollproof.runner import run_case
 from rollproof.store import dump_trace
-from rollproof.trace import Result, Trace
+from rollproof.telling import told
+from rollproof.trace import Fault, Gauge, Result, Trace, Update, UpdatePhase
 
 CASE = Case(
     flavour="vllm",
@@ -177,17 +182,52 @@ def _returns(native: Any) -> type[AsSampled]:
 @pytest.mark.parametrize(
     ("native", "message"),
     [
-        (7, "to_record must return a Rollout, not int"),
-        (lambda r: replace(r, routes=np.zeros((2, 3))), r"routes must be an array of rank 3, not ndarray \(2, 3\) float64"),
-        (lambda r: replace(r, logprobs=[0.0]), "logprobs must be an array of rank 1, not list"),
-        (lambda r: replace(r, response_ids=[1]), "response_ids must be a tuple of ints"),
-        (lambda r: {}[r], "to_record raised KeyError"),
+        (7, "must return a Rollout, not int"),
+        (lambda r: replace(r, routes=np.zeros((2, 3))), r"routes must be an array of rank 3 of integers, not an array of float64 \(2, 3\)"),
+        (lambda r: replace(r, logprobs=[0.0]), "logprobs must be an array of rank 1 of floats, not list of 1"),
+        (lambda r: replace(r, logprobs=np.zeros(1, np.longdouble)), "logprobs must fit float64"),
+        (lambda r: replace(r, response_ids=[1]), "response_ids must be a tuple of ints of 64 bits .*, not list of 1"),
+        (lambda r: replace(r, response_ids=(2**63,)), "response_ids must be a tuple of ints of 64 bits"),
+        (lambda r: replace(r, prompt_ids=None), "prompt_ids must be a tuple of ints of 64 bits .*, not NoneType"),
+        (lambda r: replace(r, finish_reason="done"), r"finish_reason must be one of \['stop', .*\], not 'done'"),
+        (lambda r: replace(r, finish_reason=[]), "finish_reason must be one of"),
+        (lambda r: replace(r, routes_start=1.5), "routes_start must be int, not 1.5"),
+        (lambda r: replace(r, routes_start=-1), "routes_start must be a position >= 0, not -1"),
+        (lambda r: replace(r, routes_start=2**70), "routes_start must fit 64 bits"),
+        (lambda r: replace(r, version=1.5), "version must be int or null or str, not 1.5"),
+        (lambda r: replace(r, version=[1]), "version must be int or null or str"),
+        (lambda r: replace(r, spans=[(0, 1, 2)]), "spans must be a tuple"),
+        (lambda r: replace(r, spans=((0, 1, 2),)), r"spans\.?\[0\] must be a Span"),
+        (lambda r: replace(r, token_versions=[1]), "token_versions must be a tuple"),
+        (lambda r: replace(r, call_versions=None), "call_versions must be a tuple"),
+        (lambda r: replace(r, extra={"reward": object()}), r"extra\.?\[reward\] must be"),
+        (lambda r: as_tokens("abc"), ": token_ids must be a sequence of integers"),
+        (lambda r: {}[r], "raised KeyError"),
     ],
 )
 def test_unusable_records_are_refused(native: Any, message: str) -> None:
-    """A ``to_record`` that returns a wrong type or rank is told so, with what it must return."""
-    with pytest.raises(SubjectError, match=message):
+    """A ``to_record`` that returns a wrong type, rank or range is told so, with its own name and that of the field."""
+    with pytest.raises(SubjectError, match=rf"_returns\.<locals>\.Returns\.to_record.*{message}"):
         run_case(_returns(native), CASE)
+
+
+def test_records_are_brought_into_the_types_that_traces_hold(tmp_path: Path) -> None:
+    """Narrow floats, a plain finish reason and a subclass of ``Rollout`` are no fault: the trace holds what they mean."""
+
+    class Extended(Rollout):
+        """A user's own."""
+
+    def narrow(rollout: Rollout) -> Rollout:
+        values = {field.name: getattr(rollout, field.name) for field in fields(Rollout)}
+        assert rollout.logprobs is not None
+        return Extended(**{**values, "logprobs": rollout.logprobs.astype(np.float32), "finish_reason": "length"})
+
+    trace = run_case(_returns(narrow), CASE)
+    rollout = _result(trace).rollout
+
+    assert rollout is not None and rollout.logprobs is not None
+    assert (Rollout, np.float64, FinishReason.LENGTH) == (type(rollout), rollout.logprobs.dtype, rollout.finish_reason)
+    dump_trace(trace, tmp_path / "trace.json")
 
 
 def test_a_subject_without_its_methods_is_refused() -> None:
@@ -252,6 +292,11 @@ def _own_loop() -> None:
         (lambda: threading.Thread(target=print).start(), "uses a thread"),
         (_connect, "opened a socket"),
         (_own_loop, "brings an event loop of its own.*Make `rollout` async"),
+        (
+            lambda: asyncio.get_running_loop().add_reader(0, print),
+            r"opened a connection \(loop\.add_reader\).*Use the handles that `fleet`",
+        ),
+        (lambda: asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print), "sets a signal handler on the event loop"),
     ],
 )
 def test_what_cannot_run_on_a_virtual_clock_is_refused_with_advice(act: Any, message: str) -> None:
@@ -314,3 +359,140 @@ def test_a_rollout_that_is_cancelled_within_has_ended_with_an_error() -> None:
             raise asyncio.CancelledError("by the stack")
 
     assert "CancelledError: by the stack" == _result(run_case(Cancelled, CASE)).error
+
+
+@pytest.mark.parametrize(
+    ("begin", "message"),
+    [
+        (lambda: asyncio.create_subprocess_exec("true"), r"starts a process \(loop\.subprocess_exec\).*Give the subject a stand-in"),
+        (lambda: asyncio.create_subprocess_shell("true"), r"starts a process \(loop\.subprocess_shell\)"),
+        (lambda: asyncio.open_connection("localhost", 1), r"opened a connection \(loop\.create_connection\)"),
+        (lambda: asyncio.start_server(print, "localhost", 0), r"opened a connection \(loop\.create_server\)"),
+    ],
+)
+def test_what_a_loop_does_in_real_time_is_refused_with_advice(begin: Any, message: str) -> None:
+    """Processes and connections of asyncio are no bare ``NotImplementedError``: the text says what to do instead."""
+
+    class Begins(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            await begin()
+            return None
+
+    with pytest.raises(SubjectError, match=message):
+        run_case(Begins, CASE)
+
+
+@pytest.mark.parametrize("bring", [_own_loop, lambda: asyncio.run(_nothing()), lambda: asyncio.Runner().run(_nothing())])
+def test_a_loop_of_its_own_leaves_no_warnings(bring: Any) -> None:
+    """The coroutine that a subject's own loop was to run is closed: Python does not warn of it when it is collected."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(SubjectError, match=r"rollout brings an event loop of its own"):
+            run_case(_rollout_that(bring), CASE)
+        gc.collect()
+
+    assert [] == [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+
+
+class _Odd(BaseException):
+    """No ``Exception``: what some libraries stop their workers with."""
+
+
+ODD = [
+    asyncio.CancelledError("by the stack"),
+    GeneratorExit("gone"),
+    _Odd("odd"),
+    BaseExceptionGroup("several", [_Odd("inner")]),
+]
+
+
+def _raising(method: str, error: BaseException) -> type[AsSampled]:
+    async def raises(self: AsSampled, *_args: Any) -> None:
+        raise error
+
+    return type("Raising", (AsSampled,), {method: raises})
+
+
+@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
+def test_an_update_may_fail_in_any_way(error: BaseException) -> None:
+    """Whatever an update raises, it has failed, and the run goes on to be judged."""
+    events = run_case(_raising("update_weights", error), CASE).events
+
+    assert [UpdatePhase.ASKED, UpdatePhase.FAILED] == [event.phase for event in events if isinstance(event, Update)]
+    assert [True] == [event.detail.startswith(type(error).__name__) for event in events if isinstance(event, Fault)]
+    assert [None] == [event.error for event in events if isinstance(event, Result)]
+
+
+@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
+def test_a_rollout_may_end_in_any_way(error: BaseException) -> None:
+    """Whatever a rollout raises, it is the end of the request."""
+    assert str(_result(run_case(_raising("rollout", error), CASE)).error).startswith(type(error).__name__)
+
+
+@pytest.mark.parametrize("method", ["start", "to_record", "stop", "gauges"])
+@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
+def test_whatever_a_method_raises_is_told_as_its_own(method: str, error: BaseException) -> None:
+    """Methods without which nothing can be judged are named, with what they raised."""
+    with pytest.raises(SubjectError, match=rf"Raising\.{method}.* raised {type(error).__name__}: "):
+        run_case(_raising(method, error), CASE)
+
+
+@pytest.mark.parametrize("method", ["start", "rollout", "update_weights", "to_record", "stop", "gauges"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BaseExceptionGroup("of tasks", [KeyboardInterrupt()])], ids=["bare", "in a group"])
+def test_an_interrupt_ends_the_run_at_once(method: str, error: BaseException) -> None:
+    """Ctrl-C is the user's, wherever it is raised."""
+    with pytest.raises(KeyboardInterrupt):
+        run_case(_raising(method, error), CASE)
+
+
+def test_an_exit_in_an_update_is_refused() -> None:
+    """``sys.exit(0)`` in an update, or in a task or a callback of the subject's, does not end a run as if it had passed."""
+
+    async def in_a_task(self: AsSampled, _request: Request) -> None:
+        async def work() -> None:
+            sys.exit(0)
+
+        await asyncio.create_task(work())
+
+    with pytest.raises(SubjectError, match=r"update_weights ends the process \(SystemExit: 0\): raise an exception instead"):
+        run_case(_raising("update_weights", SystemExit(0)), CASE)
+    with pytest.raises(SubjectError, match=r"A task or a callback of .* ends the process \(SystemExit: 0\)"):
+        run_case(type("Exiting", (AsSampled,), {"rollout": in_a_task}), CASE)
+
+
+def test_a_subject_that_cancels_every_task_is_told() -> None:
+    """Cancelling all tasks of the loop would cancel the caller of a rollout, too."""
+
+    async def cancels(self: AsSampled, _request: Request) -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(1)
+
+    with pytest.raises(SubjectError, match="cancels tasks that it did not start"):
+        run_case(type("Cancels", (AsSampled,), {"rollout": cancels}), CASE)
+
+
+def test_an_exception_is_told_in_one_line() -> None:
+    """Texts of several lines, or without end, or that cannot be made, become one line of bounded length."""
+
+    class Unprintable(ValueError):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    assert "ValueError: one two" == told(ValueError("one\n  two."))
+    assert "KeyError" == told(KeyError())
+    assert "Unprintable" == told(Unprintable())
+    assert told(ValueError("x" * 9999)).endswith("... (9,999 characters)")
+
+
+def test_gauges_may_be_async() -> None:
+    """As every other method; what is no mapping of numbers is refused."""
+
+    async def gauges(self: AsSampled) -> dict[str, float]:
+        return {"queue": 0}
+
+    names = {event.name for event in run_case(type("Async", (AsSampled,), {"gauges": gauges}), CASE).events if isinstance(event, Gauge)}
+
+    assert "queue" in names
+    with pytest.raises(SubjectError, match="gauges must return a mapping of names to numbers, and raised TypeError"):
+        run_case(type("Bad", (AsSampled,), {"gauges": lambda self: 3}), CASE)

@@ -15,18 +15,21 @@ import pytest
 from rollproof.checks import default_registry
 from rollproof.cli import app as app_module
 from rollproof.cli.app import run
-from rollproof.fakes.known_bugs.planting import CLEAN
+from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN
+from rollproof.fakes.managers import AsSampled
 from rollproof.report import ExitCode
 from rollproof.runner import run_case
 from rollproof.store import TraceWriter, dump_trace
-from tests.support.subjects import CONCAT, CORRECT, Correct
+from tests.support.subjects import CONCAT, CORRECT, Concat, Correct
 
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command runs in a folder with nothing but one plain file."""
+    """Every command runs in a folder with one plain file and two modules that cannot be imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain").touch()
+    (tmp_path / "exiting.py").write_text("raise SystemExit(0)")
+    (tmp_path / "broken.py").write_text("raise RuntimeError('one\\ntwo')")
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
@@ -58,7 +61,16 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
         (["verify", "--stack", "verl", "--subject", "a:b"], "Give --stack or --subject, not both"),
         (["verify", "--part", "client"], "--part names a part of a stack: give --stack too."),
         (["verify", "--flavour", "nosuch"], "No engine flavour is named ['nosuch']"),
-        (["verify", "--seed", "x"], "Invalid value for '--seed'"),
+        (["verify", "--seed", "x"], "unable to parse string as an integer. See `rollproof verify --help`."),
+        ([], "rollproof: error: Name a command. See `rollproof --help`."),
+        (["verify", "--subject", "exiting:Subject"], "exiting cannot be imported: SystemExit: 0."),
+        (["verify", "--subject", "broken:Subject"], "broken cannot be imported: RuntimeError: one two."),
+        (["verify", "--subject", "os.path:join"], "os.path:join could not be made: TypeError"),
+        (
+            ["verify", "--witness-dir", "plain/deep"],
+            "Cannot write into plain/deep: Not a directory. Choose a folder that you may write to.",
+        ),
+        (["verify", "--accept", "--expected", "plain/deep.toml"], "Cannot write plain/deep.toml"),
         (["verify", "--seed", "-1"], "seed=-1 must be a whole number >= 0"),
         (["verify", "--accept"], "say which one with --expected FILE."),
         (["verify", "--expected", "no.toml"], "There is no file of expected failures at no.toml"),
@@ -92,7 +104,7 @@ def test_an_internal_error_says_how_to_report_it(capsys: pytest.CaptureFixture[s
     monkeypatch.setattr(app_module, "app", broken)
     text = told(capsys, "verify", code=ExitCode.INTERNAL)
 
-    assert "internal error: ZeroDivisionError: division by zero\nThis is a fault of rollproof, not of what it judged." in text
+    assert "internal error: ZeroDivisionError: division by zero.\nThis is a fault of rollproof, not of what it judged." in text
     assert ExitCode.INTERNAL == run(["verify", "--debug"])
     assert "Traceback" in capsys.readouterr().err
 
@@ -227,6 +239,71 @@ def test_a_closed_pipe_is_no_error() -> None:
 
     assert b"" == error
     assert app_module.BROKEN_PIPE == process.returncode
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        ("rollproof checks stitch >&-", 0, ""),
+        ("rollproof checks stitch >/dev/full", 0, "standard output took no more (No space left on device); the exit code is the verdict"),
+        ("rollproof --help >/dev/full", 0, "standard output took no more"),
+        ("rollproof check concat.json --only routes.rows >/dev/full", 1, "the exit code is the verdict"),
+        ("rollproof check concat.json --only routes.rows >&- <&-", 1, ""),
+        ("rollproof check concat.json --only routes.rows --json - >/dev/full", 1, "No space left on device. It was kept as /"),
+        ("rollproof checks stitch --json - >/dev/full", 254, "The JSON did not fit into standard output: No space left on device"),
+        ("rollproof checks stitch --json - >&-", 254, "--json - writes to standard output, which takes nothing: it is closed."),
+        ("rollproof checks nosuch 2>&-", 254, ""),
+        ("rollproof checks nosuch 2>/dev/full", 254, ""),
+        ("PYTHONIOENCODING=ascii rollproof checks stitch >/dev/null", 0, ""),
+    ],
+)
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+def test_broken_streams_cost_no_verdict(tmp_path: Path, command: str, code: int, told: str) -> None:
+    """Closed or full standard streams leave the exit code as it is, unless JSON was asked for there; then it is kept elsewhere."""
+    dump_trace(run_case(Concat, ABORTED), tmp_path / "concat.json")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, env=environment, check=False)
+
+    assert (code, "") == (done.returncode, done.stdout)
+    assert "Traceback" not in done.stderr
+    assert told in done.stderr if told else done.stderr == ""
+
+
+def test_a_report_whose_place_breaks_during_the_run_is_kept(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict is told and the JSON kept in the folder for temporary files; a failure keeps its code, all else becomes 254."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = tmp_path / "out"
+
+    def breaks(subject: type[Correct], _case: object) -> type[Correct]:
+        place.unlink(missing_ok=True)
+        place.touch()
+        return subject
+
+    monkeypatch.setattr(Correct, "__init__", lambda self: breaks(type(self), AsSampled.__init__(self)))  # type: ignore[func-returns-value]
+    for subject, only, code in ((CORRECT, "stitch.tokens", ExitCode.USAGE), (CONCAT, "routes.rows", ExitCode.FAIL)):
+        place.unlink(missing_ok=True)
+        text = told(capsys, "verify", "--subject", subject, "--only", only, "--json", "out/report.json", code=code)
+
+        assert "Cannot write out/report.json: Not a directory. Choose a file in a folder that you may write to. It was kept as " in text
+        assert "1 check: " in text
+    assert 2 == len(list(tmp_path.glob("rollproof-*/report.json")))
+
+
+def test_counterexamples_whose_place_breaks_during_the_run_are_kept(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finding names where its counterexample went instead, and a note says why."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("rollproof.cli.verify.check_folder", lambda path: None)
+    monkeypatch.setattr("rollproof.campaign.check_folder", lambda path: None)
+    text = told(capsys, "verify", "--subject", CONCAT, "--only", "routes.rows", "--witness-dir", "plain", code=ExitCode.FAIL)
+    (kept,) = tmp_path.glob("rollproof-*/routes.rows.json")
+
+    assert "note: The counterexample of routes.rows could not be kept in plain/" in text
+    assert f"rollproof replay {kept}" in text
+    assert "reproduced" in told(capsys, "replay", str(kept), code=ExitCode.FAIL)
 
 
 def test_an_interrupt_is_exit_code_130(tmp_path: Path) -> None:

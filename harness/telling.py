@@ -1,0 +1,26 @@
+"""Telling: somebody else's exception as one line of our own texts."""
+
+from __future__ import annotations
+
+__all__ = ["one_line", "told"]
+
+_LONGEST = 2000
+"""Characters of an exception's text that are told; some hold whole tensors."""
+
+
+def told(error: BaseException) -> str:
+    """``Class: text``, in one line, without a closing period; the class alone where there is no text or it cannot be made."""
+    try:
+        text = one_line(str(error))
+    except Exception:  # noqa: BLE001 - a ``__str__`` of the user's may raise whatever it likes
+        text = ""
+    if isinstance(error, BaseExceptionGroup) and error.exceptions:
+        text = f"{text}: {told(error.exceptions[0])}"
+    name = type(error).__name__
+    return f"{name}: {text.removesuffix('.')}" if text else name
+
+
+def one_line(text: str) -> str:
+    """``text`` with its lines joined, cut where it is very long."""
+    joined = " ".join(text.split())
+    return joined if len(joined) <= _LONGEST else f"{joined[:_LONGEST]}... ({len(joined):,} characters)"
