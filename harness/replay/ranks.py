@@ -20,19 +20,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 from rollproof.errors import RollproofError, UsageError
 
 __all__ = ["RankError", "Ranks", "Task"]
 
-Task: TypeAlias = "Callable[[int, int, Any], Any]"
-"""What every rank runs for a job: ``task(rank, world_size, job)``; an importable function. Jobs and results are pickled."""
+Task: TypeAlias = "Callable[[int, int], Callable[[Any], Any]]"
+"""``task(rank, world_size)`` is called once in every rank, and what it returns for each job. Importable; jobs and results are pickled."""
 
 _TAIL = 12  # lines of a rank's output that an error quotes
 
@@ -77,23 +77,25 @@ class Ranks:
         self._grace_s = grace_s
         self._nursery: _Nursery | None = None
         self._crew: dict[int, Connection] = {}
+        self._crew_of: tuple[int, Hashable] = (0, None)
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, job: Any, *, world_size: int = 1) -> list[Any]:
+    def run(self, job: Any, *, world_size: int = 1, crew: Hashable = None) -> list[Any]:
         """Run the job on ``world_size`` processes; returns the results by rank. Raises ``RankError``.
 
-        The processes live on for the next job of that size; those of another size are ended first.
+        The processes live on for the next job of that size and ``crew`` (any name); for another one they are ended first.
         """
         if world_size < 1:
             raise UsageError(f"world_size is {world_size}; a run needs at least one process.")
         try:
-            if len(self._crew) != world_size:
+            if self._crew_of != (world_size, crew) or not self._crew:
                 self._start(world_size)
+                self._crew_of = (world_size, crew)
             for pipe in self._crew.values():
                 with suppress(OSError):  # it died; its first answer is the end of the pipe
                     pipe.send(job)
@@ -102,7 +104,7 @@ class Ranks:
                 self._raise(said, self._limit_s, "in its job")
             if any(answer.failed is not None for answer in said.values() if answer):
                 # Everyone answered: nobody waits in a collective, and the ranks can go on.
-                raise self._failure(said, "in its job")
+                raise self._failure(said, "in its job")  # noqa: TRY301 - the same end as an error from further down
             return [said[rank].result for rank in range(world_size)]  # type: ignore[union-attr]
         except RankError:
             if self._nursery is None or not self._nursery.alive:
@@ -174,8 +176,8 @@ class Ranks:
         else:
             where = nursery.whereabouts(silent)
             text = (
-                f"No answer from rank {silent} of {size} within {limit_s:g} s {when}: a collective that not all ranks enter, or a limit too "
-                f"short for this machine. All ranks were ended. Where each was:{where}"
+                f"No answer from rank {silent} of {size} within {limit_s:g} s {when}: a collective that not all ranks enter, or a limit "
+                f"too short for this machine. All ranks were ended. Where each was:{where}"
             )
             error = RankError(text, rank=silent[0] if len(silent) == 1 else None)
         self._end_crew()
@@ -217,7 +219,7 @@ class _Nursery:
         self._runs = 0
         with (self.folder / "nursery.log").open("wb") as log:
             # A session of its own: a Ctrl-C of the terminal reaches the parent alone, which ends the others.
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter, on this module
                 [sys.executable, "-m", "rollproof.replay.ranks", str(self.folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -394,12 +396,12 @@ def _live(rank: int, run: dict[str, Any], folder: Path, key: bytes) -> NoReturn:
             said = _Said(failed=traceback.format_exc(), error=_portable(error), at=time.monotonic())
         pipe.send(said)
 
-    task: list[Task] = []
-    answer(lambda: task.append(_join(rank, run)))
+    do: list[Callable[[Any], Any]] = []
+    answer(lambda: do.append(_join(rank, run)))
     threading.Thread(target=receive, daemon=True).start()
     while True:
         job = jobs.get()
-        answer(lambda job=job: task[0](rank, run["world_size"], job))  # type: ignore[misc]
+        answer(lambda job=job: do[0](job))  # type: ignore[misc]
 
 
 def _portable(error: Exception) -> Exception | None:
@@ -411,8 +413,8 @@ def _portable(error: Exception) -> Exception | None:
     return error
 
 
-def _join(rank: int, run: dict[str, Any]) -> Task:
-    """Join the gloo group and import the task. The ranks meet in a file: no port has to be free."""
+def _join(rank: int, run: dict[str, Any]) -> Callable[[Any], Any]:
+    """Join the gloo group and start the task. The ranks meet in a file: no port has to be free."""
     from datetime import timedelta
 
     import torch
@@ -422,7 +424,7 @@ def _join(rank: int, run: dict[str, Any]) -> Task:
     )
     module, _, name = run["task"].partition(":")
     task: Task = getattr(importlib.import_module(module), name)
-    return task
+    return task(rank, run["world_size"])
 
 
 if __name__ == "__main__":

@@ -85,8 +85,9 @@ def megatron_version() -> str:
         ) from None
     if release not in RELEASES:
         raise MegatronVersionError(
-            f"megatron-core {release} is installed; the stand-in for its CUDA calls was written for {_known()}. On another release it could "
-            f"leave a call out and change what is computed. Install one of them: `pip install --no-deps megatron-core=={_advised()}`."
+            f"megatron-core {release} is installed; the stand-in for its CUDA calls was written for {_known()}. On another release it "
+            "could leave a call out and change what is computed. Install one of them: "
+            f"`pip install --no-deps megatron-core=={_advised()}`."
         )
     return release
 
@@ -199,12 +200,10 @@ def _always(value: Any) -> Callable[[Any], Any]:
 
 
 def _as_host_tensor(original: Any) -> Any:
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def move(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
         import torch
 
-        if as_numpy and torch.is_tensor(tensor):
-            return tensor.detach().numpy()
-        return original(tensor, as_numpy, False)
+        return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else original(tensor, as_numpy)
 
     return move
 

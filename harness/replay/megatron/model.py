@@ -1,0 +1,180 @@
+"""One rank's chunks of a tiny megatron-core GPT: its own routers, dispatchers and schedules, from the local layer specs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rollproof.replay.layouts.mesh import Rank
+from rollproof.replay.megatron.setups import UNSUPPORTED, RouterKind, Setup
+from rollproof.replay.megatron.weights import Part, fill, named_parts
+from rollproof.replay.spy import direction
+from rollproof.replay.terms import Recompute
+
+__all__ = ["Chunks", "build", "parallel"]
+
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    Recompute.NONE: {},
+    Recompute.SELECTIVE: {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    Recompute.FULL: {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+_ROUTER: dict[RouterKind, dict[str, Any]] = {
+    RouterKind.SOFTMAX: {},
+    RouterKind.SIGMOID: {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+}
+
+
+@contextmanager
+def parallel(setup: Setup) -> Iterator[Rank]:
+    """Megatron's process groups for a setup; yields this process's place. Raises what megatron-core raises for sizes that do not fit."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=setup.tp,
+        pipeline_model_parallel_size=setup.pp,
+        virtual_pipeline_model_parallel_size=setup.vpp if setup.vpp > 1 else None,
+        context_parallel_size=setup.cp,
+        expert_model_parallel_size=setup.ep,
+        expert_tensor_parallel_size=1,
+    )
+    try:
+        yield Rank(
+            dp=parallel_state.get_data_parallel_rank(),
+            pp=parallel_state.get_pipeline_model_parallel_rank(),
+            cp=parallel_state.get_context_parallel_rank(),
+            tp=parallel_state.get_tensor_model_parallel_rank(),
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunks:
+    """The model chunks of one rank, in the order of their virtual stages, and their one configuration.
+
+    ``routers[v]`` are the routers of chunk v by global layer, in the order in which they were built.
+    """
+
+    config: Any
+    models: tuple[Any, ...]
+    routers: tuple[dict[int, Any], ...]
+    parts: tuple[Part, ...]
+
+    def load(self, setup: Setup, rank: Rank, number: int) -> None:
+        """Give every parameter the weights ``number`` (``weights.fill``); -1 puts NaN into the gate of the first MoE layer."""
+        import torch
+
+        for part in self.parts:
+            fill(part, rank.tp, setup.tp, number)
+        if number == -1:
+            for routers in self.routers:
+                if setup.moe_layers[0] in routers:
+                    with torch.no_grad():
+                        routers[setup.moe_layers[0]].weight[0, 0] = float("nan")
+
+    def nudge(self, layer: int, size: float) -> None:
+        """Add ``size`` times ``spy.direction`` to the gate weight of a layer, where this rank has it."""
+        import torch
+
+        for routers in self.routers:
+            if layer in routers:
+                weight = routers[layer].weight
+                with torch.no_grad():
+                    weight += torch.from_numpy(size * direction(tuple(weight.shape))).to(weight.dtype)
+
+
+def build(setup: Setup, recompute: Recompute, *, replay: bool) -> Chunks:
+    """Build this rank's chunks. ``replay`` is the configuration flag that gives every router a place for targets.
+
+    Routers register themselves in a list of the process: that list is emptied first, or the routers of an earlier model would take
+    the targets (verl#7340).
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    RouterReplay.clear_global_router_replay_instances()
+    config = _config(setup, recompute, replay)
+    models = []
+    for stage in range(setup.vpp):
+        virtual = stage if setup.vpp > 1 else None
+        where = {"ignore_virtual": virtual is None, "vp_stage": virtual}
+        models.append(
+            GPTModel(
+                config,
+                get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=virtual),
+                vocab_size=setup.vocab,
+                max_sequence_length=128,
+                pre_process=parallel_state.is_pipeline_first_stage(**where),
+                post_process=parallel_state.is_pipeline_last_stage(**where),
+                position_embedding_type="rope",
+                share_embeddings_and_output_weights=False,
+                vp_stage=virtual,
+            )
+        )
+    offset = parallel_state.get_expert_model_parallel_rank() * (setup.num_experts // setup.ep)
+    return Chunks(
+        config=config,
+        models=tuple(models),
+        routers=tuple({one.layer_number - 1: one for one in model.modules() if isinstance(one, TopKRouter)} for model in models),
+        parts=tuple(part for model in models for part in named_parts(model, offset, setup.tp)),
+    )
+
+
+def _config(setup: Setup, recompute: Recompute, replay: bool) -> Any:
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": setup.num_layers,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "moe_ffn_hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_moe_experts": None if setup.dense else setup.num_experts,
+        "moe_router_topk": setup.top_k,
+        "moe_layer_freq": [int(layer in setup.moe_layers) for layer in range(setup.num_layers)],
+        "moe_token_dispatcher_type": str(setup.dispatcher),
+        "moe_enable_routing_replay": replay,
+        "moe_router_load_balancing_type": "none",
+        "tensor_model_parallel_size": setup.tp,
+        "pipeline_model_parallel_size": setup.pp,
+        "virtual_pipeline_model_parallel_size": setup.vpp if setup.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": setup.first,
+        # Between two pipeline ranks, batched messages of an interleaved schedule are matched in the wrong order: activations arrive as
+        # gradients. Megatron-LM's own arguments refuse that (megatron/training/arguments.py); megatron-core does not.
+        "overlap_p2p_comm": setup.vpp > 1,
+        "batch_p2p_comm": setup.vpp == 1,
+        "context_parallel_size": setup.cp,
+        "expert_model_parallel_size": setup.ep,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": setup.tp > 1,
+        "pipeline_dtype": torch.float32,
+        "params_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "calculate_per_token_loss": True,  # the loss is a sum over tokens: it adds up over microbatches and ranks
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Fused kernels exist for GPUs only.
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "moe_grouped_gemm": False,
+    }
+    return TransformerConfig(**{**settings, **_ROUTER[setup.router], **_RECOMPUTE[recompute], **UNSUPPORTED.get(setup.unsupported, {})})

@@ -1,0 +1,172 @@
+"""Setups: the model and the parallel sizes of each Megatron configuration that is judged on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rollproof.contract import Contract, LayerAxis
+from rollproof.errors import UsageError
+from rollproof.replay.contract import trainer_contract
+from rollproof.replay.events import Step
+from rollproof.replay.layouts.layout import Layout
+from rollproof.replay.layouts.mesh import Mesh
+from rollproof.replay.layouts.packing import Alignment
+from rollproof.replay.layouts.padding import Side
+from rollproof.replay.layouts.stages import Stages
+
+__all__ = ["SETUPS", "UNSUPPORTED", "Dispatcher", "RouterKind", "Setup", "setup_named"]
+
+
+class Dispatcher(StrEnum):
+    """How tokens reach the experts of other ranks (``moe_token_dispatcher_type``)."""
+
+    ALLGATHER = "allgather"
+    ALLTOALL = "alltoall"
+
+
+class RouterKind(StrEnum):
+    """Scores and selection of the routers."""
+
+    SOFTMAX = "softmax"
+    """Softmax over the chosen experts (Mixtral, Qwen-MoE without normalisation differ in the order only)."""
+    SIGMOID = "sigmoid"
+    """Sigmoid scores with an expert bias, groups of experts, a scaling factor and a shared expert (DeepSeek-V3)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """A tiny GPT with routers in ``moe_layers``, divided over ``dp * cp * tp * pp`` processes.
+
+    ``vpp`` is the number of model chunks on a pipeline rank, ``first`` the layers of the first pipeline rank where stages are uneven;
+    ``ep`` may span data, context and tensor ranks. Tensor parallelism implies sequence parallelism, which Megatron requires for
+    MoE. ``dense`` leaves out all routers, ``unsupported`` names one of ``UNSUPPORTED``.
+    """
+
+    name: str
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    first: int | None = None
+    dispatcher: Dispatcher = Dispatcher.ALLGATHER
+    router: RouterKind = RouterKind.SOFTMAX
+    num_layers: int = 4
+    moe_layers: tuple[int, ...] = (0, 1, 2, 3)
+    layer_axis: LayerAxis = LayerAxis.ALL
+    microbatches: int = 2
+    microbatch_size: int = 2
+    num_experts: int = 8
+    top_k: int = 2
+    vocab: int = 384
+    dense: bool = False
+    unsupported: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Processes that it needs."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its sizes, as layouts know them."""
+        return Mesh(dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp, vpp=self.vpp, sequence_parallel=self.tp > 1)
+
+    def layout(self, width: int = 1) -> Layout:
+        """Where rows and layers go: batches padded on the right to a multiple of ``width``, sequence-major, zigzag over context ranks."""
+        return Layout(
+            num_layers=self.num_layers,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            moe_layers=self.moe_layers,
+            layer_axis=self.layer_axis,
+            mesh=self.mesh,
+            stages=Stages(first=self.first),
+            packed=False,
+            side=Side.RIGHT,
+            alignment=Alignment(by=("tp", "2cp"), constant=width),
+        )
+
+    def width(self, step: Step) -> int:
+        """What all samples of a step are padded to: a multiple of what context and tensor ranks divide."""
+        multiple = self.layout().alignment.multiple(self.mesh)
+        return -(-max((sample.total for sample in step.samples), default=1) // multiple) * multiple
+
+    @property
+    def words(self) -> str:
+        """Its sizes in words."""
+        sizes = [f"{name.upper()}={getattr(self, name)}" for name in ("dp", "cp", "tp", "ep", "pp", "vpp") if getattr(self, name) > 1]
+        if self.tp > 1:
+            sizes.append("SP")
+        if self.first is not None:
+            sizes.append(f"{self.first} layers on the first stage")
+        return " ".join(sizes) or "one process"
+
+    def contract(self) -> Contract:
+        """What a trainer of this setup declares."""
+        return trainer_contract(
+            num_layers=self.num_layers,
+            moe_layers=self.moe_layers,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            layer_axis=self.layer_axis,
+            mode="R3",
+            free_rows="dummy",
+            vocab=self.vocab,
+            recompute=("none", "selective", "full"),
+            records=True,
+            installs="per-call",
+            unsupported=tuple(UNSUPPORTED),
+            # Padding and final tokens execute a filler when replayed, so that experts multiply other numbers of rows: the last bits differ.
+            tolerance=1e-4,
+            microbatches=self.microbatches,
+            microbatch_size=self.microbatch_size,
+            parallel=f"megatron-core, {self.words}",
+        )
+
+
+UNSUPPORTED: Mapping[str, Mapping[str, Any]] = {
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+    "capacity": {"moe_expert_capacity_factor": 1.0},
+}
+"""Routers, by the configuration that makes them, whose choice ``RouterReplay`` does not decide, or not alone: Megatron takes targets for
+them in silence, and executes others."""
+
+_DENSE_FIRST = (1, 2, 3)
+
+_ALL = (
+    Setup(name="single"),
+    Setup(name="dense-first", moe_layers=_DENSE_FIRST),
+    Setup(name="dense-first-moe-axis", moe_layers=_DENSE_FIRST, layer_axis=LayerAxis.MOE, dispatcher=Dispatcher.ALLTOALL),
+    Setup(name="sigmoid", router=RouterKind.SIGMOID, moe_layers=_DENSE_FIRST, dispatcher=Dispatcher.ALLTOALL),
+    Setup(name="tp2", tp=2),
+    Setup(name="tp2-alltoall", tp=2, dispatcher=Dispatcher.ALLTOALL),
+    Setup(name="ep2-allgather", dp=2, ep=2, microbatch_size=4),
+    Setup(name="ep2-alltoall", dp=2, ep=2, dispatcher=Dispatcher.ALLTOALL, microbatch_size=4),
+    Setup(name="cp2", cp=2),
+    Setup(name="pp2", pp=2, microbatches=4),
+    Setup(name="pp2-uneven", pp=2, first=1, moe_layers=_DENSE_FIRST, microbatches=3),
+    Setup(name="pp2-vpp3", pp=2, vpp=3, num_layers=6, moe_layers=(1, 2, 3, 5), microbatches=4),
+    Setup(name="tp2-ep4", tp=2, dp=2, ep=4, dispatcher=Dispatcher.ALLTOALL, microbatch_size=4),
+    Setup(name="tp2-cp2-sigmoid", tp=2, cp=2, router=RouterKind.SIGMOID, moe_layers=_DENSE_FIRST, dispatcher=Dispatcher.ALLTOALL),
+    Setup(name="tp2-pp2", tp=2, pp=2, microbatches=4),
+    Setup(name="cp2-pp2-vpp2", cp=2, pp=2, vpp=2, microbatches=4, moe_layers=_DENSE_FIRST, layer_axis=LayerAxis.MOE),
+    Setup(name="ep2-pp2", dp=2, ep=2, pp=2, dispatcher=Dispatcher.ALLTOALL, microbatches=4, microbatch_size=4),
+    Setup(name="cp4", cp=4),
+    Setup(name="tp2-cp3", tp=2, cp=3),
+)
+
+SETUPS: Mapping[str, Setup] = {setup.name: setup for setup in _ALL}
+"""The judged configurations by name."""
+
+
+def setup_named(name: str) -> Setup:
+    """The setup of that name. Raises ``UsageError``, listing the names."""
+    try:
+        return SETUPS[name]
+    except KeyError:
+        raise UsageError(f"No Megatron setup is named {name!r}; there are {', '.join(SETUPS)}.") from None

@@ -1,0 +1,342 @@
+"""Worker: one rank of a Megatron trainer with routing replay, from megatron-core's own ``RouterReplay``, model and schedules.
+
+How a trainer drives ``RouterReplay``: give every router of a chunk its target and the action REPLAY_FORWARD before a microbatch's forward
+pass, switch to REPLAY_BACKWARD behind it where activations are recomputed, and clear targets, queues and actions when the step ends,
+however it ends. docs/replay-megatron.md goes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.errors import RouterError
+from rollproof.event import Event
+from rollproof.records import IntArray, Rollout
+from rollproof.replay.events import Action, Purpose, Step
+from rollproof.replay.layouts.layout import Layout
+from rollproof.replay.layouts.mesh import Rank
+from rollproof.replay.megatron.model import Chunks, build, parallel
+from rollproof.replay.megatron.setups import Setup
+from rollproof.replay.megatron.standin import cpu_megatron
+from rollproof.replay.spy import Spy, ids_of_map
+from rollproof.replay.terms import Recompute
+
+__all__ = ["Answer", "Job", "worker"]
+
+_Recorded: TypeAlias = dict[tuple[int, int], dict[int, IntArray]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What every rank of a setup is asked for: a step, or (``step`` is ``None``) what is left of replay.
+
+    ``episode`` names the model: another name, and it is made anew. It holds the weights ``number``, with ``nudges`` on the gates of
+    layers. ``in_place`` replays what this rank recorded last, instead of the samples' routes.
+    """
+
+    setup: Setup
+    episode: str
+    step: Step | None = None
+    number: int = 0
+    nudges: tuple[tuple[int, float], ...] = ()
+    in_place: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What one rank came to.
+
+    ``logprobs`` are ``(sample, position, value)`` of response tokens. ``gradients`` are ``{name: (axis, part)}``, ``recorded``
+    ``{(microbatch, chunk): {layer: (rows, top_k)}}``; ``left`` counts what is left of replay.
+    """
+
+    rank: Rank
+    events: list[Event] = field(default_factory=list)
+    logprobs: list[tuple[int, int, float]] = field(default_factory=list)
+    gradients: dict[str, tuple[int | None, npt.NDArray[Any]]] = field(default_factory=dict)
+    recorded: _Recorded = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
+
+
+def worker(number: int, world_size: int) -> Any:  # noqa: ARG001 - a task is called so
+    """The task of ``rollproof.replay.ranks.Ranks``: returns the function that does the jobs of one rank."""
+    return _Worker(number)
+
+
+class _Worker:
+    """One rank. Its process belongs to one setup: Megatron's groups are made once."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._life = ExitStack()
+        self._rank: Rank | None = None
+        self._chunks: Chunks | None = None
+        self._built: tuple[Any, ...] = ()
+        self._weights: tuple[Any, ...] = ()
+        self._recorded: _Recorded = {}
+
+    def __call__(self, job: Job) -> Answer:
+        if self._rank is None:
+            self._life.enter_context(cpu_megatron())
+            self._rank = self._life.enter_context(parallel(job.setup))
+        if job.step is None:
+            return Answer(rank=self._rank, left=_left())
+        chunks = self._model(job, job.step)
+        step = _Pass(job.setup, job.step, self._rank, chunks, Spy(job.step, self._number), self._recorded if job.in_place else None)
+        answer = step.run()
+        self._recorded = answer.recorded or self._recorded
+        return answer
+
+    def _model(self, job: Job, step: Step) -> Chunks:
+        assert self._rank is not None
+        wanted = (job.episode, step.recompute, step.action is Action.OFF)
+        if self._chunks is None or self._built != wanted:
+            self._chunks = build(job.setup, step.recompute, replay=step.action is not Action.OFF)
+            if step.action is Action.REPLAY:
+                _refuse_unsupported(self._chunks.config)
+            self._built, self._weights = wanted, ()
+        if self._weights != (job.number, job.nudges):
+            self._chunks.load(job.setup, self._rank, job.number)
+            for layer, size in job.nudges:
+                self._chunks.nudge(layer, size)
+            self._weights = (job.number, job.nudges)
+        return self._chunks
+
+
+class _Pass:
+    """One step on one rank."""
+
+    def __init__(self, setup: Setup, step: Step, rank: Rank, chunks: Chunks, spy: Spy, in_place: _Recorded | None = None) -> None:
+        self.setup = setup
+        self.step = step
+        self.rank = rank
+        self.chunks = chunks
+        self.spy = spy
+        self.in_place = in_place
+        self.answer = Answer(rank=rank, events=spy.events)
+        self.batches = _batches(setup, step, rank)
+        self._running: tuple[int, bool] = (0, True)  # microbatch, and whether it is in its forward pass
+
+    def run(self) -> Answer:
+        """The step, the spy on every router's output, and everything of replay cleared behind it."""
+        from megatron.core.transformer.moe.router_replay import RouterReplay
+
+        hooks = [router.register_forward_hook(self._watch(layer)) for routers in self.chunks.routers for layer, router in routers.items()]
+        try:
+            self._schedule()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            RouterReplay.clear_global_indices()
+            RouterReplay.clear_global_router_replay_action()
+        if self.step.backward:
+            for part in self.chunks.parts:
+                if part.tensor.grad is not None:
+                    self.answer.gradients[part.name] = (part.axis, part.tensor.grad.numpy().copy())
+        return self.answer
+
+    def _schedule(self) -> None:
+        """Megatron's own schedule: without pipeline, 1F1B, or interleaved."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for model in self.chunks.models:
+            model.train(self.step.purpose is Purpose.TRAIN)
+            model.zero_grad()
+        numbers = [iter(count()) for _ in self.chunks.models]
+        samples, width = self.batches[0].ids.shape
+        get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=numbers if self.setup.vpp > 1 else numbers[0],
+            model=list(self.chunks.models) if self.setup.vpp > 1 else self.chunks.models[0],
+            num_microbatches=len(self.batches),
+            seq_length=width * self.setup.cp,
+            micro_batch_size=samples,
+            forward_only=not self.step.backward,
+        )
+
+    def _forward_step(self, numbers: Iterator[int], model: Any) -> tuple[Any, Any]:
+        """What the schedule calls for each microbatch and chunk."""
+        import torch
+
+        number, chunk = next(numbers), self.chunks.models.index(model)
+        batch = self.batches[number]
+        routers = self.chunks.routers[chunk]
+        self._running = (number, True)
+        self._arm(number, chunk)
+        ids, positions, labels = (torch.from_numpy(array) for array in (batch.ids, batch.positions, batch.labels))
+        with torch.set_grad_enabled(self.step.backward):
+            output = model(ids, positions, None, labels=labels)
+        self._running = (number, False)
+        if self.step.action is Action.RECORD:
+            self.answer.recorded[number, chunk] = {
+                layer: router.router_replay.get_recorded_indices().numpy().copy() for layer, router in routers.items()
+            }
+        elif self.step.action is Action.REPLAY and self.step.backward and self.step.recompute is not Recompute.NONE:
+            self._act("REPLAY_BACKWARD", chunk)
+        if output.requires_grad:
+            # The first thing that the backward pass of this microbatch and chunk does, whatever the schedule: say who runs.
+            output.register_hook(lambda _: setattr(self, "_running", (number, False)))
+        return output, lambda losses: self._loss(losses, batch)
+
+    def _arm(self, number: int, chunk: int) -> None:
+        """Tell the routers of a chunk what to do in the forward pass of a microbatch."""
+        import torch
+
+        match self.step.action:
+            case Action.REPLAY:
+                targets = self._targets(number, chunk)
+                for layer, router in self.chunks.routers[chunk].items():
+                    router.router_replay.set_target_indices(torch.from_numpy(targets[layer]))
+                    self.spy.installed(layer, microbatch=number)
+                self._act("REPLAY_FORWARD", chunk)
+            case Action.RECORD:
+                self._act("RECORD", chunk)
+            case _:
+                pass
+
+    def _targets(self, number: int, chunk: int) -> Mapping[int, IntArray]:
+        """``{layer: (rows, top_k)}`` for the routers of a chunk: every row gets a target, padding and final tokens a filler."""
+        if self.in_place is not None:
+            return self.in_place[number, chunk]
+        batch = self.batches[number]
+        payloads = [one.routes for one in batch.samples if one is not None and one.routes is not None]
+        whole = iter(payloads)
+        empty = np.zeros((0, batch.layout.columns, self.setup.top_k), dtype=np.int64)
+        return batch.layout.targets(
+            [empty if one is None else next(whole) for one in batch.samples], self.rank, chunk, lengths=batch.lengths
+        )
+
+    def _act(self, action: str, chunk: int) -> None:
+        from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+        for router in self.chunks.routers[chunk].values():
+            router.router_replay.set_router_replay_action(RouterReplayAction[action])
+
+    def _loss(self, losses: Any, batch: _Batch) -> tuple[Any, Any, Any]:
+        """The sum over response tokens, their number (which nothing divides by), and what the schedule is to return."""
+        import torch
+
+        mask = torch.from_numpy(batch.predicted >= 0)
+        if self.rank.tp == 0:  # tensor ranks hold the same losses
+            values = losses.detach().double().numpy()
+            for sample, place in zip(*np.nonzero(batch.predicted >= 0), strict=True):
+                self.answer.logprobs.append((batch.numbers[sample], int(batch.predicted[sample, place]), -float(values[sample, place])))
+        total = (losses * mask).sum()
+        return total, mask.sum().int(), total.detach()
+
+    def _watch(self, layer: int) -> Any:
+        """A forward hook of a router: its output is what is executed, in the forward pass and in recompute."""
+
+        def told(_module: Any, _inputs: Any, output: Any) -> None:
+            number, forward = self._running
+            chosen = ids_of_map(output[1].numpy(), self.setup.top_k)
+            with ExitStack() as stack:
+                if not forward:
+                    stack.enter_context(self.spy.recomputing())
+                self.spy.routed(layer, chosen, tokens=self.batches[number].rows, microbatch=number)
+
+        return told
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Batch:
+    """One microbatch as one rank has it: arrays ``(samples, width / cp)``.
+
+    ``samples`` are those of this data-parallel rank, ``None`` where it has fewer than others; ``numbers`` their index in the step.
+    ``predicted`` is the position of the response token that a place predicts, -1 where none; ``rows`` ``(rows,)`` are the input
+    tokens of the rows that this rank's routers see, in their order, -1 in padding.
+    """
+
+    samples: tuple[Rollout | None, ...]
+    numbers: tuple[int, ...]
+    layout: Layout
+    ids: IntArray
+    positions: IntArray
+    labels: IntArray
+    predicted: IntArray
+    rows: IntArray
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        return [0 if one is None else one.total for one in self.samples]
+
+
+def _batches(setup: Setup, step: Step, rank: Rank) -> list[_Batch]:
+    """The microbatches of a step as ``rank`` has them. All are of one width: pipeline ranks exchange buffers of a fixed shape."""
+    width = setup.width(step)
+    first, out = 0, []
+    per_rank = max(1, *(-(-len(samples) // setup.dp) for samples in step.microbatches))
+    for samples in step.microbatches:
+        numbered = list(enumerate(samples, first))[rank.dp :: setup.dp]
+        first += len(samples)
+        missing = per_rank - len(numbered)
+        out.append(
+            _batch(setup, rank, width, [number for number, _ in numbered] + [-1] * missing, [one for _, one in numbered] + [None] * missing)
+        )
+    return out
+
+
+def _batch(setup: Setup, rank: Rank, width: int, numbers: list[int], samples: list[Rollout | None]) -> _Batch:
+    ids = np.full((len(samples), width), -1, dtype=np.int64)
+    predicted = np.full((len(samples), width), -1, dtype=np.int64)
+    for i, sample in enumerate(samples):
+        if sample is not None:
+            tokens = sample.prompt_ids + sample.response_ids
+            ids[i, : len(tokens)] = tokens
+            # The place of token p predicts token p + 1.
+            responses = np.arange(max(1, len(sample.prompt_ids)), len(tokens))
+            predicted[i, responses - 1] = responses
+    labels = np.roll(np.maximum(ids, 0), -1, axis=1)
+    positions = np.broadcast_to(np.arange(width, dtype=np.int64), ids.shape)
+    if setup.cp > 1:
+        # Each rank holds one chunk from the front and its mirror image from the back, so that causal attention costs all the same.
+        chunks = np.split(np.arange(width), 2 * setup.cp)
+        kept = np.concatenate([chunks[rank.cp], chunks[-1 - rank.cp]])
+        ids, predicted, labels, positions = (array[:, kept] for array in (ids, predicted, labels, positions))
+    # Hidden states are (sequence, batch, hidden): rows are sequence-major, and sequence parallelism divides them in order.
+    rows = np.split(ids.T.reshape(-1), setup.tp)[rank.tp]
+    return _Batch(
+        samples=tuple(samples),
+        numbers=tuple(numbers),
+        layout=setup.layout(width),
+        ids=np.ascontiguousarray(np.maximum(ids, 0)),
+        positions=np.ascontiguousarray(positions),
+        labels=np.ascontiguousarray(labels),
+        predicted=predicted,
+        rows=rows,
+    )
+
+
+def _refuse_unsupported(config: Any) -> None:
+    """Refuse routers whose choice is not, or not only, made where ``RouterReplay`` acts. Raises ``RouterError``."""
+    reasons = {
+        "moe_router_load_balancing_type='sinkhorn' selects by itself and never asks RouterReplay": (
+            config.moe_router_load_balancing_type == "sinkhorn"
+        ),
+        "moe_expert_capacity_factor drops tokens behind the selection": config.moe_expert_capacity_factor is not None,
+        "moe_router_fusion selects in a fused kernel that never asks RouterReplay": config.moe_router_fusion,
+    }
+    for reason, given in reasons.items():
+        if given:
+            raise RouterError(f"Routes cannot be replayed by this router: {reason}. Change that setting, or switch replay off.")
+
+
+def _left() -> dict[str, int]:
+    """What of replay is left in the routers of this process."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    places = RouterReplay.global_router_replay_instances
+    return {
+        "targets": sum(place.target_topk_idx is not None for place in places),
+        "recordings": sum(place.recorded_topk_idx is not None for place in places),
+        "queued targets": sum(len(place.replay_backward_list) for place in places),
+        "actions": sum(place.router_replay_action is not None for place in places),
+    }
