@@ -22,10 +22,11 @@ from rollproof.replay.layouts.padding import Fill, Side
 from rollproof.replay.layouts.schedules import Operation
 from rollproof.replay.layouts.slicing import Order
 
-__all__ = ["Layer", "MegatronLike"]
+__all__ = ["Layer", "MegatronLike", "Pair", "Pass"]
 
 Layer = int
 Pair = tuple[IntArray, IntArray]
+Pass = tuple[int, int]
 
 
 class MegatronLike:
@@ -167,6 +168,14 @@ class MegatronLike:
         return layer if layout.layer_axis is LayerAxis.ALL else sum(one < layer for one in layout.moe)
 
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
+        """The layers of a chunk."""
+        return self.built(layout, rank, chunk)
+
+    def routers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
+        """The MoE layers of a chunk."""
+        return self.routed(layout, rank, chunk)
+
+    def built(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
         """Layers are dealt out chunk by chunk, rank by rank."""
         counts, layer = layout.stages.counts(layout.num_layers, layout.mesh.pp, layout.mesh.vpp), 0
         for v in range(layout.mesh.vpp):
@@ -176,15 +185,19 @@ class MegatronLike:
                 layer += counts[pp][v]
         raise ValueError(f"there is no chunk {chunk} on {rank}")
 
-    def routers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
+    def routed(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
         """The MoE layers among them."""
-        return [layer for layer in self.stage_layers(layout, rank, chunk) if layer in layout.moe]
+        return [layer for layer in self.built(layout, rank, chunk) if layer in layout.moe]
 
     def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[Layer, IntArray]:
         """Each router's column."""
-        return {layer: rows[:, self.column(layout, layer)] for layer in self.routers(layout, rank, chunk)}
+        return {layer: rows[:, self.column(layout, layer)] for layer in self.routed(layout, rank, chunk)}
 
-    def schedule(self, layout: Layout, microbatches: int) -> list[tuple[int, int]]:
+    def schedule(self, layout: Layout, microbatches: int) -> list[Pass]:
+        """The order of forward passes."""
+        return self.passes(layout, microbatches)
+
+    def passes(self, layout: Layout, microbatches: int) -> list[Pass]:
         """Groups of microbatches, each through all chunks."""
         out, size = [], layout.group or layout.mesh.pp
         for start in range(0, microbatches, size):
@@ -193,26 +206,26 @@ class MegatronLike:
                 out += [(microbatch, chunk) for microbatch in group]
         return out
 
-    def serve(self, layout: Layout, operations: Sequence[Operation], recompute: bool) -> tuple[list[int], int]:
+    def serve(self, layout: Layout, operations: Sequence[Operation], recompute: bool) -> tuple[list[Pass], int]:
         """One queue per chunk; what recompute does not take is dropped at the end."""
-        queues: dict[int, list[int]] = {chunk: [] for chunk in range(layout.mesh.vpp)}
+        queues: dict[int, list[Pass]] = {chunk: [] for chunk in range(layout.mesh.vpp)}
         used = []
         for operation in operations:
             if not operation.backward:
-                queues[operation.chunk].append(operation.microbatch)
-                used.append(operation.microbatch)
+                queues[operation.chunk].append((operation.microbatch, operation.chunk))
+                used.append((operation.microbatch, operation.chunk))
             elif recompute:
                 used.append(queues[operation.chunk].pop(0))
         return used, sum(len(queue) for queue in queues.values()) if recompute else 0
 
     def reorder(self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank) -> list[IntArray]:
         """The chunks of each microbatch side by side."""
-        parts: dict[tuple[int, int], IntArray] = dict(zip(self.schedule(layout, microbatches), recorded, strict=True))
+        parts: dict[Pass, IntArray] = dict(zip(self.passes(layout, microbatches), recorded, strict=True))
         return [np.concatenate([parts[m, v] for v in range(layout.mesh.vpp)], axis=1) for m in range(microbatches)]
 
     def gather_stages(self, layout: Layout, stages: Sequence[IntArray]) -> IntArray:
         """Layer by layer from the rank that has it."""
-        owned = [[one for v in range(layout.mesh.vpp) for one in self.routers(layout, Rank(pp=pp), v)] for pp in range(layout.mesh.pp)]
+        owned = [[one for v in range(layout.mesh.vpp) for one in self.routed(layout, Rank(pp=pp), v)] for pp in range(layout.mesh.pp)]
         columns = []
         for layer in layout.moe:
             pp = next(pp for pp, layers in enumerate(owned) if layer in layers)
@@ -236,7 +249,7 @@ class MegatronLike:
     def stage(self, layout: Layout, layer: Layer) -> tuple[int, int]:
         """The pipeline rank and chunk that build a layer."""
         places = [(pp, v) for pp in range(layout.mesh.pp) for v in range(layout.mesh.vpp)]
-        return next((pp, v) for pp, v in places if layer in self.stage_layers(layout, Rank(pp=pp), v))
+        return next((pp, v) for pp, v in places if layer in self.built(layout, Rank(pp=pp), v))
 
     def targets(
         self, layout: Layout, payloads: Sequence[IntArray], lengths: Sequence[int], rank: Rank, chunk: int

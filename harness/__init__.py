@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollproof.errors import ConformanceError as ConformanceError
     from rollproof.errors import ContractError as ContractError
     from rollproof.errors import ExpectationError as ExpectationError
+    from rollproof.errors import GapError as GapError
     from rollproof.errors import RollproofError as RollproofError
     from rollproof.errors import StackError as StackError
     from rollproof.errors import SubjectError as SubjectError
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from rollproof.records import Request as Request
     from rollproof.records import Rollout as Rollout
     from rollproof.records import Span as Span
+    from rollproof.replay.layouts.judging import judge_layouts as judge_layouts
+    from rollproof.replay.layouts.subject import LayoutSubject as LayoutSubject
+    from rollproof.replay.layouts.subject import layout_function as layout_function
     from rollproof.report import Report as Report
     from rollproof.subjects import BatchSubject as BatchSubject
     from rollproof.subjects import EngineSubject as EngineSubject
@@ -53,6 +57,7 @@ if TYPE_CHECKING:
     from rollproof.subjects import RolloutSubject as RolloutSubject
     from rollproof.suites import BatchConformance as BatchConformance
     from rollproof.suites import ReplayConformance as ReplayConformance
+    from rollproof.suites import ReplayLayoutConformance as ReplayLayoutConformance
     from rollproof.suites import RolloutConformance as RolloutConformance
     from rollproof.suites import conformance as conformance
     from rollproof.trace import PauseMode as PauseMode
@@ -70,6 +75,7 @@ _HOMES = {
         "ConformanceError",
         "ContractError",
         "ExpectationError",
+        "GapError",
         "RollproofError",
         "StackError",
         "SubjectError",
@@ -82,9 +88,11 @@ _HOMES = {
     "lending": ("lend",),
     "recording": ("EngineCall", "Recording", "record"),
     "records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
+    "replay.layouts.judging": ("judge_layouts",),
+    "replay.layouts.subject": ("LayoutSubject", "layout_function"),
     "report": ("Report",),
     "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
-    "suites": ("BatchConformance", "ReplayConformance", "RolloutConformance", "conformance"),
+    "suites": ("BatchConformance", "ReplayConformance", "ReplayLayoutConformance", "RolloutConformance", "conformance"),
     "trace": ("PauseMode", "Trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -108,12 +116,15 @@ __all__ = [
     "EngineSubject",
     "ExpectationError",
     "FakeEngine",
+    "GapError",
     "Finding",
     "FinishReason",
     "Fleet",
+    "LayoutSubject",
     "PauseMode",
     "Recording",
     "ReplayConformance",
+    "ReplayLayoutConformance",
     "ReplaySubject",
     "Report",
     "Request",
@@ -132,6 +143,8 @@ __all__ = [
     "Verdict",
     "conformance",
     "judge_batches",
+    "judge_layouts",
+    "layout_function",
     "lend",
     "record",
     "request_check",

@@ -26,12 +26,13 @@ from rollproof.plugin import PROFILES, STATE, State
 from rollproof.report import Report
 from rollproof.schedules import profile_named
 from rollproof.subjects import SubjectFactory
-from rollproof.topics import ROLLOUTS, TOPICS, Asked, judge_topic
+from rollproof.topics import ROLLOUTS, TOPICS, Asked, judge_topic, topic_of
 from rollproof.witnesses import drop_witnesses
 
 __all__ = [
     "BatchConformance",
     "ReplayConformance",
+    "ReplayLayoutConformance",
     "RolloutConformance",
     "Suite",
     "conformance",
@@ -85,8 +86,8 @@ def conformance(
             "Rollouts keep every promise of the contract."
 
     ``profile``, ``seed`` and ``only`` win over the session's options; ``expected`` maps ids of checks that are known to fail
-    to the reason. ``about`` names the kind of subject where its class does not tell it: ``rollouts``, ``batches``, ``replay``. Raises
-    ``UsageError`` for a profile, check or kind that does not exist and for an async function.
+    to the reason. ``about`` names the kind of subject where its class does not tell it: ``rollouts``, ``batches``, ``replay``,
+    ``layouts``. Raises ``UsageError`` for a profile, check or kind that does not exist and for an async function.
     """
     if about is not None and about not in (ROLLOUTS, *TOPICS):
         raise UsageError(f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}.")
@@ -98,7 +99,7 @@ def conformance(
         only=_checked(tuple(only)),
         flavours=None if flavours is None else tuple(flavours),
         expected=expected,
-        about=_about(factory) if about is None else about,
+        about=topic_of(factory) if about is None else about,
         module=str(getattr(factory, "__module__", "")),
     )
     _check_profile(profile)
@@ -117,14 +118,6 @@ def conformance(
         return function
 
     return mark
-
-
-def _about(factory: SubjectFactory) -> str:
-    """The kind of subject that a class makes; a function could only be told by calling it, and nothing runs while pytest collects."""
-    if not isinstance(factory, type):
-        return ROLLOUTS
-    contract = getattr(factory, "contract", None)
-    return "batches" if hasattr(factory, "collate") else "replay" if getattr(contract, "replay", None) is not None else ROLLOUTS
 
 
 def _check_profile(profile: str | None) -> None:
@@ -193,6 +186,12 @@ class ReplayConformance(_Conformance):
     """As ``RolloutConformance``, for a ``ReplaySubject``: a trainer with routing replay."""
 
     _about: ClassVar[str] = "replay"
+
+
+class ReplayLayoutConformance(_Conformance):
+    """As ``RolloutConformance``, for a ``LayoutSubject``: the functions that lay recorded routes out over a trainer's ranks."""
+
+    _about: ClassVar[str] = "layouts"
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:

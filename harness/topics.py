@@ -14,7 +14,7 @@ from rollproof.errors import UsageError
 from rollproof.report import Report
 from rollproof.subjects import SubjectFactory
 
-__all__ = ["ROLLOUTS", "TOPICS", "Asked", "judge_topic"]
+__all__ = ["ROLLOUTS", "TOPICS", "Asked", "judge_topic", "topic_of"]
 
 ROLLOUTS = "rollouts"
 """The topic that ``rollproof.campaign`` judges, with schedules on fake engines."""
@@ -54,7 +54,26 @@ def _replay(factory: SubjectFactory, asked: Asked) -> Report:
     )
 
 
-TOPICS: Mapping[str, Callable[[SubjectFactory, Asked], Report]] = {"batches": _batches, "replay": _replay}
+def _layouts(factory: SubjectFactory, asked: Asked) -> Report:
+    from rollproof.replay.layouts.judging import judge_layouts
+
+    return judge_layouts(
+        factory, name=asked.name, profile=asked.profile, seed=asked.seed, only=asked.only, expected=asked.expected, recipe=asked.recipe
+    )
+
+
+TOPICS: Mapping[str, Callable[[SubjectFactory, Asked], Report]] = {"batches": _batches, "replay": _replay, "layouts": _layouts}
+
+
+def topic_of(factory: SubjectFactory) -> str:
+    """The kind of subject that a class makes; a function could only be told by calling it, and counts as one of rollouts."""
+    if not isinstance(factory, type):
+        return ROLLOUTS
+    if hasattr(factory, "collate"):
+        return "batches"
+    if not hasattr(factory, "contract") and hasattr(factory, "layout"):
+        return "layouts"
+    return "replay" if getattr(getattr(factory, "contract", None), "replay", None) is not None else ROLLOUTS
 
 
 def judge_topic(about: str, factory: SubjectFactory, asked: Asked) -> Report:

@@ -7,7 +7,7 @@ from rollproof.invariants.layout_calls import LayoutCall, compare_parts, compare
 from rollproof.invariants.wording import count, share
 from rollproof.records import IntArray
 from rollproof.replay.layouts.functions import FUNCTIONS
-from rollproof.replay.layouts.schedules import schedule_table, wanted_targets
+from rollproof.replay.layouts.schedules import Operation, schedule_table, wanted_targets
 from rollproof.replay.layouts.sources import Source
 
 __all__ = ["CHECKS"]
@@ -139,17 +139,17 @@ def _schedule(one: LayoutCall, out: Collector) -> None:
 def _recompute(one: LayoutCall, out: Collector) -> None:
     order = FUNCTIONS["serve"].arguments(one.call)["operations"]
     wanted = wanted_targets(order, recompute=one.call.recompute)
-    used = one.event.out[0].reshape(-1).tolist()
+    used = [(int(microbatch), int(chunk)) for microbatch, chunk in one.event.out[0]]
+    done = [operation for operation in order if one.call.recompute or not operation.backward]
     out.exercised("router calls compared", len(wanted))
-    out.exercised("recomputes compared", len(wanted) - sum(not operation.backward for operation in order))
+    out.exercised("recomputes compared", sum(operation.backward for operation in done))
     if used != wanted:
         first = next((i for i, (a, b) in enumerate(zip(used, wanted, strict=False)) if a != b), min(len(used), len(wanted)))
-        done = [operation for operation in order if one.call.recompute or not operation.backward]
-        what = "more calls" if first >= len(done) else f"the {'recompute' if done[first].backward else 'forward pass'} of"
         out.finding(
-            "a pass uses another microbatch's target",
-            expected=f"call {first}: {what} microbatch {wanted[first] if first < len(wanted) else 'none'}",
-            observed=f"the target of microbatch {used[first] if first < len(used) else 'none'}; {len(used)} of {len(wanted)} calls",
+            "a pass uses another pass's target",
+            expected=f"call {first}: {_pass_name(done[first]) if first < len(done) else 'none, the step has ended'}",
+            observed=(f"the target of microbatch {used[first][0]}, chunk {used[first][1]}" if first < len(used) else "no call")
+            + f"; {count(len(used), 'call')} of {len(wanted)}",
             where=one.where(),
             hint="One queue per router, filled in forward order and emptied in backward order; a queue shared by chunks mixes them.",
         )
@@ -161,6 +161,11 @@ def _recompute(one: LayoutCall, out: Collector) -> None:
             where=one.where(),
             hint="What a step leaves is replayed by the next one (SkyRL#1908): empty the queues at the end of every step.",
         )
+
+
+def _pass_name(operation: Operation) -> str:
+    what = "the recompute" if operation.backward else "the forward pass"
+    return f"{what} of microbatch {operation.microbatch}, chunk {operation.chunk}"
 
 
 @layout_check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -43,22 +44,20 @@ def _context(one: LayoutCall, out: Collector) -> None:
 
 
 def _other_divisions(one: LayoutCall) -> dict[str, Callable[[], Source]]:
-    """What the rank would hold under the other divisions, and under the declared one without padding between sequences."""
+    """What the rank would hold under the other divisions."""
     layout, call = one.layout, one.call
     plain = replace(layout.mesh, sequence_parallel=False)
-    kinds = [kind for kind in Context if kind is not layout.context]
+    kinds = {kind: replace(layout, context=kind, mesh=plain) for kind in Context if kind is not layout.context}
     return {
-        f"the {kind} division, where {layout.context} is declared": lambda kind=kind: replace(layout, context=kind, mesh=plain).rows(
-            call.lengths, call.rank
-        )
-        for kind in kinds
+        f"the {kind} division, where {layout.context} is declared": partial(other.rows, call.lengths, call.rank)
+        for kind, other in kinds.items()
     }
 
 
 def _other_ranks(one: LayoutCall) -> dict[str, Callable[[], Source]]:
     """What the other context-parallel ranks hold."""
     ranks = [cp for cp in range(one.layout.mesh.cp) if cp != one.call.rank.cp]
-    return {f"what rank {cp} should hold": lambda cp=cp: one.before_tensor_slice(cp) for cp in ranks}
+    return {f"what rank {cp} should hold": partial(one.before_tensor_slice, cp) for cp in ranks}
 
 
 @layout_check(
@@ -121,7 +120,7 @@ def _slice(one: LayoutCall, out: Collector, size: int, rank: int, total: int, hi
         )
         return
     others: dict[str, Callable[[], Source]] = {"every n-th row, not one piece": lambda: whole[rank::size]}
-    others |= {f"the piece of rank {n}": lambda n=n: whole[n * part : (n + 1) * part] for n in range(size) if n != rank}
+    others |= {f"the piece of rank {n}": partial(whole.__getitem__, slice(n * part, (n + 1) * part)) for n in range(size) if n != rank}
     compare_rows(
         one,
         out,
@@ -226,7 +225,7 @@ def _with_free(
         source = make()
         return Source(sample=np.where(free, -1, source.sample), position=np.where(free, -1, source.position))
 
-    return {name: lambda make=make: masked(make) for name, make in others.items()}
+    return {name: partial(masked, make) for name, make in others.items()}
 
 
 def _left_padded(one: LayoutCall) -> dict[str, Callable[[], Source]]:

@@ -5,7 +5,20 @@ One module per subject; ``rollproof known-bugs`` runs them all and prints who sa
 
 from __future__ import annotations
 
-from rollproof.fakes.known_bugs import batch, capture, lifecycle, routes, stitch, values, versions, weights
+from rollproof.fakes.known_bugs import (
+    batch,
+    capture,
+    layout_layers,
+    layout_ranks,
+    layout_rows,
+    layout_samples,
+    lifecycle,
+    routes,
+    stitch,
+    values,
+    versions,
+    weights,
+)
 from rollproof.known_bug import KnownBug
 
 __all__ = ["KNOWN_BUGS"]
@@ -19,5 +32,9 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *weights.BUGS,
     *lifecycle.BUGS,
     *batch.BUGS,
+    *layout_rows.BUGS,
+    *layout_ranks.BUGS,
+    *layout_layers.BUGS,
+    *layout_samples.BUGS,
 )
 """All of them, family by family."""

@@ -15,7 +15,7 @@ from rollproof.case import Case
 from rollproof.errors import UsageError
 from rollproof.subjects import SubjectFactory
 from rollproof.telling import told
-from rollproof.topics import ROLLOUTS, TOPICS
+from rollproof.topics import ROLLOUTS, TOPICS, topic_of
 
 __all__ = ["Target", "references", "stack_targets", "subject_target", "target_of_recipe"]
 
@@ -46,15 +46,20 @@ class Target:
 
 
 def references() -> list[Target]:
-    """The reference resume managers that rollproof ships, and its reference conversion into batches."""
+    """The reference resume managers that rollproof ships, its reference conversion into batches, and its reference layout functions."""
     from rollproof.fakes.collating import Collator
+    from rollproof.fakes.laying import MegatronLike
     from rollproof.fakes.managers import REFERENCES
 
     managers = [
         Target(name=name, factory=factory, recipe={"reference": name}, cases=partial(_reference_cases, factory, turn))
         for turn, (name, factory) in enumerate(REFERENCES.items())
     ]
-    return [*managers, Target(name="padded-batch", factory=Collator, recipe={"reference": "padded-batch"}, about="batches")]
+    return [
+        *managers,
+        Target(name="padded-batch", factory=Collator, recipe={"reference": "padded-batch"}, about="batches"),
+        Target(name="megatron-layout", factory=MegatronLike, recipe={"reference": "megatron-layout"}, about="layouts"),
+    ]
 
 
 def _reference_cases(factory: SubjectFactory, turn: int, profile: str, seed: int | None) -> Iterator[Case]:
@@ -116,7 +121,7 @@ def subject_target(spec: str, about: str | None = None, option: str = "--subject
             f"{spec} is a {type(found).__name__}, not a factory: name the subject's class, or a function that makes a fresh one."
         )
     recipe = {"subject": spec, **({} if about is None else {"about": about})}
-    kind = about or ("batches" if hasattr(found, "collate") else ROLLOUTS)
+    kind = about or topic_of(found)
     return _with_wishes(name=path, factory=found, recipe=recipe, about=kind)
 
 

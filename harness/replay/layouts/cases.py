@@ -5,7 +5,7 @@ The small scope is exhausted first, smallest calls first, so that the first find
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TypeAlias
@@ -61,10 +61,10 @@ def _call(layout: Layout, **fields: object) -> Call:
     return Call(layout=layout, coding=_UNCODED, **fields)  # type: ignore[arg-type]
 
 
-def _held(layout: Layout, lengths: Iterable[int]) -> tuple[int, ...]:
+def _held(layout: Layout, lengths: Sequence[int]) -> tuple[int, ...]:
     """The rows of payloads under the declared convention; a captured prefix is cut short by a third."""
-    less = {Rows.ALL: lambda n: n, Rows.CAPTURED_PREFIX: lambda n: n - -(-n // 3)}.get(layout.held, lambda n: n - 1)
-    return tuple(max(0, less(length)) for length in lengths)
+    less = {length: -(-length // 3) if layout.held is Rows.CAPTURED_PREFIX else int(layout.held is Rows.FORWARDED) for length in lengths}
+    return tuple(length - less[length] for length in lengths)
 
 
 def _in_rows(layout: Layout, random: np.random.Generator | None) -> Iterator[tuple[Layout, tuple[int, ...]]]:
@@ -99,12 +99,12 @@ def _pair(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
 def _padded(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     """Batches: prompts of one token and more, responses of none and more."""
     if random is not None:
-        lengths = draw_lengths(random)
-        prompts = [int(random.integers(1, length + 1)) for length in lengths]
-        yield _call(draw_rows(layout, random), lengths=lengths, prompts=tuple(prompts))
+        drawn = draw_lengths(random)
+        yield _call(draw_rows(layout, random), lengths=drawn, prompts=tuple(int(random.integers(1, length + 1)) for length in drawn))
         return
+    batches: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((4,), (1,)), ((5, 3), (2, 2)), ((3, 6, 2), (1, 4, 1)))
     for sized in small_rows(layout):
-        for lengths, prompts in (((4,), (1,)), ((5, 3), (2, 2)), ((3, 6, 2), (1, 4, 1))):
+        for lengths, prompts in batches:
             yield _call(sized, lengths=lengths, prompts=prompts)
         yield _call(sized, lengths=(4, 2), prompts=(2, 2), case="a response of length 0")
 
@@ -174,14 +174,15 @@ def _reorder(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
     for sized in small_stages(layout) if random is None else [draw_stages(layout, random)]:
         count = 2 * sized.mesh.pp
         for pp in range(sized.mesh.pp):
-            yield _call(sized, lengths=tuple(2 + i % 3 for i in range(count)), microbatches=count, rank=Rank(pp=pp))
+            yield _call(sized, lengths=(3,) * count, microbatches=count, rank=Rank(pp=pp))
 
 
 def _whole(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     """Rows and stages at once, with sizes that differ from each other."""
     if random is None:
-        meshes = [{"tp": 2, "cp": 3}, {"tp": 3, "cp": 2, "pp": 4}, {"tp": 2, "pp": 3, "vpp": 2}, {"cp": 2, "pp": 3}]
-        drawn = [({**mesh}, lengths) for mesh in meshes for lengths in ((5,), (7, 3))]
+        meshes = ({"tp": 2, "cp": 3}, {"tp": 3, "cp": 2, "pp": 4}, {"tp": 2, "pp": 3, "vpp": 2}, {"cp": 2, "pp": 3})
+        few: tuple[tuple[int, ...], ...] = ((5,), (7, 3))
+        drawn = [(mesh, lengths) for mesh in meshes for lengths in few]
     else:
         tp, cp, pp = (int(size) for size in random.choice([1, 2, 3, 4, 5], 3, replace=False))
         drawn = [({"tp": tp, "cp": cp, "pp": pp}, draw_lengths(random, 12))]
@@ -237,8 +238,8 @@ def _compact(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
 
 
 def _fill(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
-    for sized, length in _one_sample(layout, random):
-        yield _call(sized, lengths=(length,))
+    for rows in (1, 5, layout.num_experts) if random is None else [int(random.integers(1, 2 * layout.num_experts))]:
+        yield _call(with_model(layout, 2, {}), lengths=(rows,))
 
 
 def _join(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:

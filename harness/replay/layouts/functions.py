@@ -70,7 +70,7 @@ def _samples(call: Call) -> list[tuple[IntArray, IntArray]]:
 def _recorded(call: Call) -> dict[tuple[Any, int], dict[int, IntArray]]:
     layout, payloads = call.layout, call.payloads()
     out = {}
-    for rank in layout.mesh.ranks():
+    for rank in (rank for pp in range(layout.mesh.pp) for rank in layout.mesh.row_ranks(pp=pp)):
         source = layout.rows(call.lengths, rank)
         for chunk in range(layout.mesh.vpp):
             rows = source.take(payloads)
@@ -79,7 +79,8 @@ def _recorded(call: Call) -> dict[tuple[Any, int], dict[int, IntArray]]:
 
 
 def _values(call: Call) -> dict[str, Any]:
-    indexes = [list(reversed(part)) for part in contiguous(len(call.lengths), call.parts)][::-1]
+    order = [*range(1, len(call.lengths)), 0]  # no permutation that is its own inverse
+    indexes = [[order[i] for i in part] for part in contiguous(len(order), call.parts)]
     payloads = call.payloads()
     return {"values": [[payloads[i] for i in part] for part in indexes], "indexes": indexes}
 
@@ -211,8 +212,8 @@ _TABLE = (
     ),
     Function(
         name="serve",
-        does="the operations (schedules.Operation) of a pipeline rank, and whether its backward passes recompute -> the microbatch whose "
-        "target each router call used, in order; or that with the number of targets that are left",
+        does="the operations (schedules.Operation) of a pipeline rank, and whether its backward passes recompute -> the (microbatch, "
+        "chunk) whose target each router call used, in order; or a pair of that list and the number of targets that are left",
         arguments=lambda call: {
             "operations": operations(
                 call.microbatches,
@@ -223,7 +224,7 @@ _TABLE = (
             ),
             "recompute": call.recompute,
         },
-        returned=as_numbers,
+        returned=as_pairs,
     ),
     Function(
         name="reorder",

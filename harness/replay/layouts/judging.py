@@ -51,6 +51,7 @@ def judge_layouts(
     only: Iterable[str] = (),
     calls: Iterable[tuple[str, Call]] | None = None,
     expected: Mapping[str, str] | None = None,
+    recipe: Mapping[str, Any] | None = None,
 ) -> Report:
     """Put the layout functions of the ``LayoutSubject`` that ``factory`` makes to the cases of a profile, and report.
 
@@ -60,7 +61,7 @@ def judge_layouts(
     """
     start = time.perf_counter()
     registry = default_registry().select(tuple(only) or ("layout",))
-    trace = record_layouts(factory, name=name, profile=profile, seed=seed, calls=calls)
+    trace = record_layouts(factory, name=name, profile=profile, seed=seed, calls=calls, recipe=recipe)
     return Report(
         subject=trace.header.subject,
         profile=profile,
@@ -81,6 +82,7 @@ def record_layouts(
     profile: str = "pr",
     seed: int = 0,
     calls: Iterable[tuple[str, Call]] | None = None,
+    recipe: Mapping[str, Any] | None = None,
 ) -> Trace:
     """One ``Laid`` event per call. Raises as ``judge_layouts``."""
     label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
@@ -98,7 +100,7 @@ def record_layouts(
     for function, call in made:
         if _reason(subject, function, call) is None:
             recorder.record(_call(subject, function, call))
-    return recorder.trace(Header(subject=label, contract=_CONTRACT, seed=seed, profile=profile, about="layouts"))
+    return recorder.trace(Header(subject=label, contract=_CONTRACT, seed=seed, profile=profile, recipe=recipe, about="layouts"))
 
 
 def _make(factory: SubjectFactory, label: str) -> Any:

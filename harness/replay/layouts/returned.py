@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,15 +42,15 @@ def as_layers(value: Any) -> tuple[IntArray, ...]:
 
 
 def as_numbers(value: Any) -> tuple[IntArray, ...]:
-    """``(n,)``: a list of whole numbers; an int stands alone, and a pair of a list and an int is two arrays."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], list | tuple | np.ndarray):
-        return (_array(value[0], "numbers", least=1), _array(value[1], "the number left", least=0))
+    """``(n,)``: a list of whole numbers; an int stands alone."""
     return (_array(value, "numbers", least=0),)
 
 
 def as_pairs(value: Any) -> tuple[IntArray, ...]:
-    """``(n, 2)``."""
-    array = _array(list(value) if isinstance(value, Sequence) else value, "pairs", least=1)
+    """``(n, 2)``, a list of pairs (microbatch, chunk); or that and a number."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], list | np.ndarray):
+        return (*as_pairs(value[0]), _array(value[1], "the number left", least=0))
+    array = _array(value, "pairs", least=1)
     if array.size and (array.ndim != 2 or array.shape[1] != 2):
         raise Misfit(f"{_kind(array)}, where pairs (microbatch, chunk) are wanted")
     return (array.reshape(-1, 2),)

@@ -61,20 +61,20 @@ def operations(microbatches: int, *, pp: int = 1, rank: int = 0, vpp: int = 1, g
     return tuple(out)
 
 
-def served_by_queues(order: Iterable[Operation], *, recompute: bool) -> tuple[list[int], dict[int, list[int]]]:
-    """Which microbatch's target each operation gets from one first-in-first-out queue per chunk, and what the queues keep.
+def served_by_queues(order: Iterable[Operation], *, recompute: bool) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
+    """The ``(microbatch, chunk)`` whose target each operation gets from one first-in-first-out queue per chunk, and what is left there.
 
     A forward pass uses its own target and queues it; a backward pass takes the oldest one where it recomputes (Megatron's and
     verl's ``replay_backward_list``). Without recompute nothing takes them, and whoever drives the step must empty the queues.
     Backward passes that recompute nothing are left out of the answer. Raises ``LayoutError`` where a queue is empty.
     """
-    queues: dict[int, list[int]] = {}
+    queues: dict[int, list[tuple[int, int]]] = {}
     used = []
     for operation in order:
         queue = queues.setdefault(operation.chunk, [])
         if not operation.backward:
-            queue.append(operation.microbatch)
-            used.append(operation.microbatch)
+            queue.append((operation.microbatch, operation.chunk))
+            used.append(queue[-1])
         elif recompute:
             if not queue:
                 raise LayoutError(
@@ -84,6 +84,6 @@ def served_by_queues(order: Iterable[Operation], *, recompute: bool) -> tuple[li
     return used, queues
 
 
-def wanted_targets(order: Sequence[Operation], *, recompute: bool) -> list[int]:
-    """The microbatch whose target each pass must use: its own."""
-    return [operation.microbatch for operation in order if recompute or not operation.backward]
+def wanted_targets(order: Sequence[Operation], *, recompute: bool) -> list[tuple[int, int]]:
+    """The ``(microbatch, chunk)`` whose target each router call must use: its own."""
+    return [(operation.microbatch, operation.chunk) for operation in order if recompute or not operation.backward]

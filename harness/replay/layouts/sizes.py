@@ -46,7 +46,7 @@ _STAGES: tuple[tuple[int, int, int, Stages], ...] = (
 def small_rows(layout: Layout) -> Iterator[Layout]:
     """The layout under every pair of tensor and context-parallel sizes of the small scope, on a model of two layers."""
     for tp, cp in _PAIRS:
-        yield with_model(layout, 2, {"tp": tp, "cp": cp, "sequence_parallel": layout.mesh.sequence_parallel and tp > 1})
+        yield with_model(layout, 2, {"dp": 5, "tp": tp, "cp": cp, "sequence_parallel": layout.mesh.sequence_parallel and tp > 1})
 
 
 def small_stages(layout: Layout) -> Iterator[Layout]:
@@ -58,12 +58,9 @@ def small_stages(layout: Layout) -> Iterator[Layout]:
 
 def draw_rows(layout: Layout, random: np.random.Generator) -> Layout:
     """As ``small_rows``, with sizes up to 5 that differ from each other unless they are 1."""
-    tp, cp = (int(size) for size in random.choice([1, 2, 3, 4, 5], 2, replace=False))
-    return with_model(
-        layout,
-        int(random.integers(1, 4)),
-        {"tp": tp, "cp": cp, "sequence_parallel": layout.mesh.sequence_parallel and tp > 1},
-    )
+    dp, tp, cp = (int(size) for size in random.choice([1, 2, 3, 4, 5], 3, replace=False))
+    sizes = {"dp": dp, "tp": tp, "cp": cp, "sequence_parallel": layout.mesh.sequence_parallel and tp > 1}
+    return with_model(layout, int(random.integers(1, 4)), sizes)
 
 
 def draw_stages(layout: Layout, random: np.random.Generator) -> Layout:
