@@ -98,7 +98,7 @@ class Check:
     ``id`` is ``family.name``. ``promise`` is one sentence, ``needs`` the data that the trace must hold, ``exercised_by``
     the names of the counters that the check may count: it is exercised when one of them is above zero. Exactly one
     of ``request`` and ``trace`` is set. ``since`` is the release that introduced it. ``about`` names the traces that it
-    judges (``Header.about``).
+    judges (``Header.about``), ``also`` other kinds of them.
     """
 
     id: str
@@ -107,6 +107,7 @@ class Check:
     exercised_by: tuple[str, ...]
     since: str = "0.1"
     about: str = "rollouts"
+    also: tuple[str, ...] = ()
     applies: Applies | None = None
     request: RequestJudge | None = None
     trace: TraceJudge | None = None
@@ -115,6 +116,10 @@ class Check:
     def family(self) -> str:
         """The part of the id before the dot."""
         return self.id.partition(".")[0]
+
+    def judges(self, about: str) -> bool:
+        """Whether it judges traces of that kind."""
+        return about == self.about or about in self.also
 
     def inapplicable(self, contract: Contract) -> str | None:
         """Why ``contract`` rules this check out; ``None`` where it applies."""
@@ -289,7 +294,7 @@ class Registry:
             reasons = [
                 (
                     check,
-                    check.inapplicable(contract) if check.about == about else f"it judges {check.about}, and this trace is about {about}",
+                    check.inapplicable(contract) if check.judges(about) else f"it judges {check.about}, and this trace is about {about}",
                 )
                 for check in self
             ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollproof.checks import Check
-from rollproof.invariants import batch, layout, lifecycle, replay, routes, stitch, versions, weights
+from rollproof.invariants import batch, engines, layout, lifecycle, replay, routes, stitch, versions, weights
 
 __all__ = ["CHECKS"]
 
-CHECKS: tuple[Check, ...] = (
+_OWN: tuple[Check, ...] = (
     *stitch.CHECKS,
     *routes.CHECKS,
     *versions.CHECKS,
@@ -16,4 +18,7 @@ CHECKS: tuple[Check, ...] = (
     *batch.CHECKS,
     *layout.CHECKS,
     *replay.CHECKS,
+    *engines.CHECKS,
 )
+CHECKS: tuple[Check, ...] = tuple(replace(check, also=(*check.also, "engines")) if check.id in engines.SHARED else check for check in _OWN)
+"""Every check, family by family; those that are no less true of an engine driven directly judge such traces, too."""

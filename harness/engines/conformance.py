@@ -1,0 +1,249 @@
+"""Engine conformance: runs the experiments on an engine, real or fake, attributes what it returned, and judges it.
+
+The same experiments, traces and checks for every engine; what differs is declared in its contract. A fake runs in milliseconds on a
+virtual clock, with the coded policy as the independent forward; a real engine in minutes, with a Hugging Face model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollproof.canary import try_canary
+from rollproof.checks import Registry, Verdict, default_registry
+from rollproof.engines.asks import EngineSettings
+from rollproof.engines.attribution import Oracle, attributed
+from rollproof.engines.bench import Bench, Serving
+from rollproof.engines.experiments import Experiment, Setting, experiments_for
+from rollproof.errors import EngineDied, EngineError, UsageError
+from rollproof.judge import Tally, judge_events
+from rollproof.progress import Progress
+from rollproof.report import Report
+from rollproof.scenarios import Scenarios
+from rollproof.subjects import EngineSubject
+from rollproof.trace import Trace
+
+__all__ = ["EngineRun", "EngineTarget", "engine_registry", "run_engine_conformance", "run_experiments"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTarget:
+    """An engine to be judged.
+
+    ``make`` makes the adapter for settings, ``oracle`` the independent forward for an adapter's contract and the checkpoints by version.
+    ``settings`` are those of each ``Setting``, ``checkpoints`` the folders of its versions. ``virtual`` says that it runs on a virtual clock;
+    ``lull`` is waited after a pause (seconds), ``deadline`` bounds each wait.
+    """
+
+    name: str
+    make: Callable[[EngineSettings], EngineSubject]
+    oracle: Callable[[EngineSubject, Mapping[str, Path]], Oracle]
+    settings: Mapping[Setting, EngineSettings]
+    checkpoints: Mapping[Setting, Mapping[str, Path]]
+    virtual: bool = False
+    lull: float = 0.3
+    deadline: float = 180.0
+
+
+@dataclass
+class EngineRun:
+    """What a run recorded: attributed traces, what went wrong or was missed, and the seconds of each experiment."""
+
+    traces: list[Trace] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def run_engine_conformance(
+    engine: str | EngineTarget,
+    *,
+    model: str | Path | None = None,
+    only: Iterable[str] = (),
+    experiments: Iterable[str] = (),
+    seed: int = 0,
+    expected: Mapping[str, str] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    save: str | Path | None = None,
+) -> Report:
+    """Judge an engine: ``vllm``, ``sglang``, ``fake-FLAVOUR``, or a target of your own; returns the report.
+
+    ``model`` is the folder of a MoE checkpoint (default: a tiny random one, made for the run). ``only`` selects checks, ``experiments`` those
+    that are run. ``expected`` maps ids of checks that are known to fail to the reason. ``save`` is a folder for the traces.
+    Raises ``UsageError`` for a name that does not exist and ``EngineStartError`` where the engine does not start. However it ends, no
+    process, shared memory or temporary folder is left.
+    """
+    began = time.perf_counter()
+    registry = engine_registry(only)
+    with contextlib.ExitStack() as stack:
+        target = engine
+        if isinstance(target, str):
+            from rollproof.engines.targets import engine_target
+
+            folder = Path(tempfile.mkdtemp(prefix="rollproof-models-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            target = engine_target(target, model=model, folder=folder, seed=seed, progress=progress)
+        run = run_experiments(target, only=experiments, seed=seed, progress=progress)
+    if save is not None:
+        _save(run.traces, Path(save))
+    return _report(target.name, run, registry, expected or {}, seed, time.perf_counter() - began)
+
+
+def engine_registry(only: Iterable[str] = ()) -> Registry:
+    """The checks that judge engines, or those of them that are named. Raises ``UsageError`` for a name that matches none."""
+    whole = Registry([check for check in default_registry() if check.judges("engines")])
+    return whole.select(only) if (only := tuple(only)) else whole
+
+
+def run_experiments(
+    target: EngineTarget,
+    *,
+    only: Iterable[str] = (),
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> EngineRun:
+    """Run the experiments on ``target`` and attribute what they recorded. Raises ``EngineStartError`` where it does not start."""
+    main = _Main(target, frozenset(only), seed, progress)
+    if target.virtual:
+        from rollproof.clock import run
+
+        return run(main.run)
+    return asyncio.run(main.run())
+
+
+class _Main:
+    """One run: settings one after the other, each on an engine of its own."""
+
+    def __init__(self, target: EngineTarget, only: frozenset[str], seed: int, progress: Callable[[Progress], None] | None) -> None:
+        self._target, self._only, self._seed, self._progress = target, only, seed, progress
+        self._run = EngineRun()
+        self._done = 0
+        self._total = 0
+
+    async def run(self) -> EngineRun:
+        """Everything, in order; the engine is stopped whatever happens."""
+        for setting, settings in self._target.settings.items():
+            engine = self._target.make(settings)
+            chosen = self._chosen(engine, setting)
+            if not chosen:
+                continue
+            self._say(f"starting {self._target.name} ({setting})")
+            try:
+                await engine.start()
+                await self._on(engine, settings, setting, chosen)
+            finally:
+                await engine.stop()
+        if not self._run.traces:
+            names = sorted({experiment.name for experiment in self._all()})
+            raise UsageError(f"No experiment of {sorted(self._only)} can be run on {self._target.name}; there are {names}.")
+        return self._run
+
+    def _all(self) -> list[Experiment]:
+        return [one for settings in self._target.settings.values() for one in experiments_for(self._target.make(settings).contract)]
+
+    def _chosen(self, engine: EngineSubject, setting: Setting) -> list[Experiment]:
+        known = [one for one in experiments_for(engine.contract) if one.setting is setting]
+        chosen = [one for one in known if not self._only or one.name in self._only]
+        self._total += len(chosen)
+        return chosen
+
+    async def _on(self, engine: EngineSubject, settings: EngineSettings, setting: Setting, chosen: Sequence[Experiment]) -> None:
+        checkpoints = self._target.checkpoints[setting]
+        serving = Serving(version=settings.version, label=settings.label, checkpoints=checkpoints)
+        recorded: list[Trace] = []
+        for experiment in chosen:
+            self._say(f"{self._target.name}: {experiment.about}")
+            start = time.perf_counter()
+            trace, alive = await self._one(engine, settings, serving, experiment)
+            self._run.seconds[experiment.name] = time.perf_counter() - start
+            self._done += 1
+            recorded.append(trace)
+            if not alive:
+                break
+        oracle = self._target.oracle(engine, checkpoints)
+        for trace in recorded:
+            self._say(f"comparing {trace.header.profile} with the independent forward")
+            self._run.traces.append(attributed(trace, oracle))
+
+    async def _one(self, engine: EngineSubject, settings: EngineSettings, serving: Serving, experiment: Experiment) -> tuple[Trace, bool]:
+        """Run one experiment; the trace, and whether the engine can go on to the next."""
+        bench = Bench(
+            engine,
+            experiment.name,
+            serving,
+            seed=self._seed,
+            deadline=self._target.deadline,
+            lull=self._target.lull,
+            max_batch=settings.max_batch,
+        )
+        alive = True
+        try:
+            await experiment.run(bench)
+        except EngineError as error:
+            bench.broken_off(f"{experiment.name}: {type(error).__name__}: {error}")
+            self._run.notes.append(f"{experiment.name} broke off: {str(error).splitlines()[0]}")
+            alive = not isinstance(error, EngineDied) and await _recovered(engine)
+        finally:
+            await bench.close()
+        self._run.notes += [f"not brought about in {miss}" for miss in bench.misses]
+        return bench.trace(self._target.name), alive
+
+    def _say(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(Progress(done=self._done, total=self._total, what=what))
+
+
+async def _recovered(engine: EngineSubject) -> bool:
+    """After an experiment broke off: lift a pause that it may have left, and see whether the engine still answers."""
+    try:
+        await asyncio.wait_for(engine.resume(), 30)
+    except (EngineError, TimeoutError):
+        return False
+    return True
+
+
+def _report(name: str, run: EngineRun, registry: Registry, expected: Mapping[str, str], seed: int, seconds: float) -> Report:
+    tally = Tally(registry)
+    exercised: Counter[str] = Counter()
+    clean: list[Trace] = []
+    for trace in run.traces:
+        before = tally.counts()
+        judge_events(trace.header, trace.events, tally)
+        if tally.counts() == before:
+            clean.append(trace)
+        exercised.update(_scenarios(trace))
+    results = tally.judgement().results
+    passed = Registry([result.check for result in results if result.verdict is Verdict.PASS])
+    return Report(
+        subject=name,
+        profile="engine",
+        seed=seed,
+        results=results,
+        exercised=dict(exercised),
+        canary=try_canary(clean, passed) if clean else None,
+        expected={check: reason for check, reason in expected.items() if check in registry.ids},
+        cases=tally.traces,
+        seconds=seconds,
+        notes=tuple(run.notes),
+    )
+
+
+def _scenarios(trace: Trace) -> Mapping[str, int]:
+    scenarios = Scenarios()
+    for event in trace.events:
+        scenarios.event(event)
+    return scenarios.counts
+
+
+def _save(traces: Iterable[Trace], folder: Path) -> None:
+    from rollproof.store import dump_trace
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for trace in traces:
+        dump_trace(trace, folder / f"{trace.header.profile}.arrow")

@@ -1,0 +1,142 @@
+"""Targets: engines by the name that a command line gives them, with the models on which they are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from rollproof.engines.asks import EngineSettings
+from rollproof.engines.attribution import Oracle
+from rollproof.engines.conformance import EngineTarget
+from rollproof.engines.experiments import Setting
+from rollproof.errors import EngineStartError, UsageError
+from rollproof.fakes.flavours import FLAVOURS
+from rollproof.progress import Progress
+from rollproof.records import Scalar
+from rollproof.subjects import EngineSubject
+
+__all__ = ["REAL", "RealEngine", "engine_names", "engine_target", "fake_target"]
+
+_FAKE = "fake-"
+_CROWDED_TOKENS = 256
+"""KV capacity of the crowded setting: as many tokens as one call may have, and fewer than half of what its calls need."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RealEngine:
+    """A released engine: where its adapter is (``module:class``), and the tiny models of the two settings.
+
+    ``extra`` are settings of the adapter that the run needs.
+    """
+
+    adapter: str
+    main: str = "qwen3_moe"
+    crowded: str = "qwen3_moe"
+    extra: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+REAL: Mapping[str, RealEngine] = MappingProxyType(
+    {
+        "vllm": RealEngine(adapter="rollproof.engines.vllm:VllmEngine", crowded="afmoe", extra={"load": "edit"}),
+        "sglang": RealEngine(adapter="rollproof.engines.sglang:SglangEngine"),
+    }
+)
+"""Released engines by name."""
+
+
+def engine_names() -> list[str]:
+    """Every name that ``engine_target`` knows."""
+    return [*REAL, *(f"{_FAKE}{flavour}" for flavour in FLAVOURS)]
+
+
+def engine_target(
+    name: str, *, model: str | Path | None, folder: Path, seed: int = 0, progress: Callable[[Progress], None] | None = None
+) -> EngineTarget:
+    """The engine of that name. ``folder`` takes the tiny models that are made for it.
+
+    Raises ``UsageError`` listing the names where there is none, and where ``model`` is no checkpoint of a MoE model.
+    """
+    if name in REAL:
+        return _real_target(name, REAL[name], model, folder, seed, progress)
+    flavour = name.removeprefix(_FAKE)
+    if name.startswith(_FAKE) and flavour in FLAVOURS:
+        if model is not None:
+            raise UsageError(f"{name} answers from a coded policy: it has no model to load, so --model says nothing about it.")
+        return fake_target(flavour, seed=seed)
+    raise UsageError(f"No engine is named {name!r}; choose among {engine_names()}.")
+
+
+def fake_target(flavour: str, *, seed: int = 0, make: Callable[[EngineSettings], EngineSubject] | None = None) -> EngineTarget:
+    """The fake engine of a flavour; ``make`` puts another in its place, such as one with a known bug."""
+    from rollproof.fakes.coded import CodedPolicy
+    from rollproof.fakes.engine_subject import MODEL, CodedReference, FakeEngineSubject
+
+    nowhere = Path()
+    settings = EngineSettings(model=nowhere)
+    return EngineTarget(
+        name=f"{_FAKE}{flavour}",
+        make=make or (lambda settings: FakeEngineSubject(settings, flavour, seed)),
+        oracle=lambda _engine, _checkpoints: CodedReference(CodedPolicy.from_model(MODEL, seed)),
+        settings={Setting.MAIN: settings, Setting.CROWDED: replace(settings, kv_tokens=_CROWDED_TOKENS)},
+        checkpoints=dict.fromkeys(Setting, {"A": nowhere, "B": nowhere}),
+        virtual=True,
+        lull=2.5,
+        deadline=10_000.0,
+    )
+
+
+def _real_target(
+    name: str, engine: RealEngine, model: str | Path | None, folder: Path, seed: int, progress: Callable[[Progress], None] | None
+) -> EngineTarget:
+    import importlib
+
+    from rollproof.engines.reference import ReferenceModel
+
+    def say(what: str) -> None:
+        if progress is not None:
+            progress(Progress(done=0, total=0, what=what))
+
+    module, _, attribute = engine.adapter.partition(":")
+    adapter = getattr(importlib.import_module(module), attribute)
+    checkpoints = _checkpoints(engine, model, folder, seed, say)
+    extra = dict(engine.extra)
+    settings = {setting: EngineSettings(model=found["A"], extra=extra) for setting, found in checkpoints.items()}
+    settings[Setting.CROWDED] = replace(settings[Setting.CROWDED], kv_tokens=_CROWDED_TOKENS)
+
+    def oracle(subject: EngineSubject, versions: Mapping[str, Path]) -> Oracle:
+        return ReferenceModel(versions, subject.contract)
+
+    return EngineTarget(
+        name=name,
+        make=lambda settings: adapter(settings, say),
+        oracle=oracle,
+        settings=settings,
+        checkpoints=checkpoints,
+    )
+
+
+def _checkpoints(
+    engine: RealEngine, model: str | Path | None, folder: Path, seed: int, say: Callable[[str], None]
+) -> dict[Setting, Mapping[str, Path]]:
+    """The two policy versions of each setting: of the named model, or of tiny random ones."""
+    from rollproof.fakes.tiny_models import make_pair, second_version
+
+    try:
+        import transformers  # noqa: F401 - whether it is there
+    except ImportError as error:
+        raise EngineStartError(
+            f"Tiny models and the independent forward need torch and transformers, beside rollproof ({error}): run where the engine is"
+            " installed (`nox -s engines` makes such an environment)."
+        ) from error
+    if model is not None:
+        path = Path(model)
+        say(f"making a second version of {path.name}")
+        pair = {"A": path, "B": second_version(path, folder / "B")}
+        return dict.fromkeys(Setting, pair)
+    made: dict[str, Mapping[str, Path]] = {}
+    for family in {engine.main, engine.crowded}:
+        say(f"making tiny models ({family})")
+        made[family] = dict(zip("AB", make_pair(folder / family, family, seed=seed), strict=True))
+    return {Setting.MAIN: made[engine.main], Setting.CROWDED: made[engine.crowded]}

@@ -1,0 +1,143 @@
+"""The program that holds a vLLM engine: ``python -m rollproof.engines.vllm_host FD`` (see ``rollproof.engines.hosting``).
+
+vLLM spawns its engine core, and multiprocessing runs the main module again in it before it unpickles its work: the stand-ins
+for a CPU are installed at the top of this module, so that they are in place in both processes before vLLM is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from rollproof.engines.hosting import Host, run_host
+from rollproof.errors import EngineStartError
+
+__all__ = ["VllmHost", "main"]
+
+if __name__ in ("__main__", "__mp_main__"):
+    from rollproof.engines import vllm_cpu
+
+    if vllm_cpu.is_cpu_build():
+        vllm_cpu.install()
+    if __name__ == "__mp_main__":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def main() -> None:
+    """Start the engine that the caller's options describe, and answer until the caller goes or asks for the end."""
+    run_host(VllmHost)
+
+
+class VllmHost(Host):
+    """``vllm.v1.engine.async_llm.AsyncLLM`` and the operations on it."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise EngineStartError(
+                f"vLLM cannot be imported ({error}). `nox -s engines` installs it into a virtual environment of its own."
+            ) from error
+        device = "cpu" if _on_cpu() else "cuda"
+        engine = {**options["engine"], **options[device], "worker_extension_cls": "rollproof.engines.vllm_worker.WeightEditor"}
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine))
+
+    async def do_generate(
+        self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], stream: str
+    ) -> AsyncIterator[dict[str, Any]]:
+        """One call: every output that vLLM yields, as plain values."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kinds = {"final": RequestOutputKind.FINAL_ONLY, "cumulative": RequestOutputKind.CUMULATIVE, "delta": RequestOutputKind.DELTA}
+        params = SamplingParams(**sampling, detokenize=False, ignore_eos=True, output_kind=kinds[stream])
+        async for output in self.engine.generate({"prompt_token_ids": prompt_ids}, params, request_id):
+            yield {
+                "cached": output.num_cached_tokens,
+                "finished": output.finished,
+                "outputs": [_plain(one) for one in output.outputs],
+            }
+
+    async def do_abort(self, request_id: str) -> None:
+        """``AsyncLLM.abort``."""
+        await self.engine.abort(request_id)
+
+    async def do_pause(self, mode: str, clear_cache: bool) -> None:
+        """``AsyncLLM.pause_generation``."""
+        await self.engine.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def do_resume(self) -> None:
+        """``AsyncLLM.resume_generation``."""
+        await self.engine.resume_generation()
+
+    async def do_load(self, path: str) -> None:
+        """Load a checkpoint's weights in place, on every worker."""
+        await self.engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    async def do_edit(self, before: str, after: str) -> list[str]:
+        """Write what differs between two checkpoints into the model, on every worker."""
+        names: list[str] = (await self.engine.collective_rpc("edit_weights", args=(before, after)))[0]
+        return names
+
+    async def do_label(self, label: str) -> None:
+        """``AsyncLLM.update_weight_version``."""
+        await self.engine.update_weight_version(label)
+
+    async def do_clear(self) -> bool:
+        """``AsyncLLM.reset_prefix_cache``."""
+        return bool(await self.engine.reset_prefix_cache())
+
+    async def do_counters(self) -> dict[str, float]:
+        """vLLM's own counters, summed over engines."""
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        names = {"vllm:num_preemptions": "preemptions", "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting"}
+        counts = dict.fromkeys(names.values(), 0.0)
+        for metric in get_metrics_snapshot():
+            if metric.name in names:
+                counts[names[metric.name]] += float(getattr(metric, "value", 0))
+        return counts
+
+    async def do_stop(self) -> None:
+        """Shut the engine core down, then end."""
+        await asyncio.to_thread(self.engine.shutdown)
+        await super().do_stop()
+
+
+def _plain(output: Any) -> dict[str, Any]:
+    """One ``CompletionOutput``: what a caller of vLLM sees of it."""
+    routes = output.routed_experts
+    spans = output.weight_versions
+    return {
+        "index": output.index,
+        "token_ids": list(output.token_ids),
+        "logprobs": None
+        if output.logprobs is None
+        else [_of_token(entry, token) for entry, token in zip(output.logprobs, output.token_ids, strict=False)],
+        "routes": None if routes is None else {"dtype": str(routes.dtype), "shape": list(routes.shape), "data": routes.tobytes().hex()},
+        "reason": output.finish_reason,
+        "spans": None if spans is None else [[span.version, span.start, span.end] for span in spans],
+    }
+
+
+def _of_token(entry: Any, token: int) -> float | None:
+    """The logprob of the token that was sampled; ``None`` where the entry holds others only."""
+    found = entry.get(token)
+    return None if found is None else float(found.logprob)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
