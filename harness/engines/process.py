@@ -1,0 +1,306 @@
+"""A program that holds an engine: a process group of its own, spoken to in lines of JSON, and ended without remains.
+
+Engines start processes of their own, change signal handlers and limits of the process that they live in, and end it where
+one of their children dies (SGLang: ``kill_process_tree(os.getpid())``). So an engine never lives in the caller's process. The
+program that holds it is a *host*; it answers over a socket, writes its log to a file, and keeps its temporary files in a
+folder of its own, which is removed with it. It ends itself where its caller is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from rollproof.errors import EngineDied, EngineHung, EngineRefused, EngineStartError
+
+__all__ = ["EngineProcess", "end_session", "shared_memory_of"]
+
+_LINE_LIMIT = 1 << 28
+"""Bytes of the longest line: the routes of a long sequence are one line."""
+_SHARED = "/dev/shm/"  # noqa: S108 - where Linux keeps shared memory, not a place for temporary files
+
+
+class EngineProcess:
+    """A running host. Make one with ``start``; ``stop`` it, or ``kill`` it where there is no loop any more.
+
+    Use it from one event loop. Every method that waits raises ``EngineDied`` where the host has gone, with the last lines of
+    its log, and ``EngineHung`` where it does not answer within the deadline.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], channel: socket.socket, folder: Path) -> None:
+        self.name = name
+        self._process, self._channel, self._folder = process, channel, folder
+        self._waiting: dict[int, asyncio.Queue[Mapping[str, Any]]] = {}
+        self._ids = itertools.count(1)
+        self._shared: set[str] = set()
+        self._ended = False
+        self._tail_kept = ""
+        self._writer: asyncio.StreamWriter | None = None
+        self._task: asyncio.Task[None] | None = None
+        atexit.register(self.kill)
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        options: Mapping[str, Any],
+        *,
+        name: str,
+        environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+        deadline: float = 300.0,
+        progress: Callable[[str], None] | None = None,
+    ) -> Self:
+        """Run ``python -m module`` and wait until it says that its engine is ready, ``deadline`` seconds at most.
+
+        ``options`` is the host's first line of input. ``progress`` is told every few seconds how long the start has taken and what
+        the log's last line says. Raises ``EngineStartError`` where the host dies, refuses, or hangs; nothing is left then.
+        """
+        folder = Path(tempfile.mkdtemp(prefix=f"rollproof-{name}-"))
+        ours, theirs = socket.socketpair()
+        try:
+            process = _spawn([python, "-m", module], theirs, folder, environment or {})
+        except OSError as error:
+            ours.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise EngineStartError(f"{name} cannot be started: {python!r} does not run ({error}).") from error
+        finally:
+            theirs.close()
+        host = cls(name, process, ours, folder)
+        try:
+            await host._open(options, deadline, progress)
+        except BaseException:  # also a cancellation and Ctrl-C: nothing may be left running
+            host.kill()
+            raise
+        return host
+
+    @property
+    def pid(self) -> int:
+        """Process id of the host; it leads a session, whose id this is too."""
+        return self._process.pid
+
+    @property
+    def folder(self) -> Path:
+        """The host's own folder: its log, and its temporary files. Removed with it."""
+        return self._folder
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of the log that are not empty."""
+        try:
+            text = (self._folder / "log").read_bytes()[-200_000:].decode(errors="replace")
+        except OSError:
+            return "(no log)"
+        kept = [line[:400] for line in text.splitlines() if line.strip()]
+        return "\n".join(kept[-lines:]) or "(an empty log)"
+
+    async def call(self, operation: str, *, deadline: float | None = 120.0, **arguments: Any) -> Any:
+        """Ask for one thing and wait for the answer. Raises ``EngineRefused`` where the engine answers with an error."""
+        answers = [answer async for answer in self.stream(operation, deadline=deadline, **arguments)]
+        return answers[-1] if answers else None
+
+    async def stream(self, operation: str, *, deadline: float | None = 120.0, **arguments: Any) -> AsyncIterator[Any]:
+        """Ask for one thing and yield the answers as they come; ``deadline`` bounds the seconds between two of them."""
+        if self._task is None or self._task.done() or self._writer is None:
+            raise self._died()
+        number = next(self._ids)
+        answers = self._waiting[number] = asyncio.Queue()
+        try:
+            self._writer.write(_line({"id": number, "op": operation, **arguments}))
+            while True:
+                try:
+                    message = await asyncio.wait_for(answers.get(), deadline)
+                except TimeoutError:
+                    raise EngineHung(
+                        f"{self.name} did not answer {operation!r} within {deadline:g} s; process {self.pid} still runs. {self._tail()}"
+                    ) from None
+                if "died" in message:
+                    raise self._died()
+                if "error" in message:
+                    raise EngineRefused(f"{self.name} refused {operation!r}: {message['error']}", kind=message.get("kind", ""))
+                if "value" in message:
+                    yield message["value"]
+                if message.get("end"):
+                    return
+        finally:
+            self._waiting.pop(number, None)
+
+    async def stop(self, grace: float = 10.0) -> None:
+        """Ask the host to end, give it ``grace`` seconds, and remove what is left. May be called twice."""
+        if not self._ended and self._process.poll() is None and self._writer is not None:
+            with contextlib.suppress(EngineDied, EngineHung, EngineRefused, OSError):
+                await self.call("stop", deadline=grace)
+            for _ in range(int(grace / 0.05)):
+                if self._process.poll() is not None:
+                    break
+                await asyncio.sleep(0.05)
+        self.kill()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def kill(self) -> None:
+        """End the host and everything that it started, at once; remove its shared memory and its folder."""
+        if self._ended:
+            return
+        self._ended = True
+        atexit.unregister(self.kill)
+        self._shared |= shared_memory_of(self.pid)
+        end_session(self.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        for path in self._shared:
+            Path(path).unlink(missing_ok=True)
+        if self._writer is not None:
+            with contextlib.suppress(RuntimeError):  # its loop may be closed already
+                self._writer.close()
+        self._channel.close()
+        self._tail_kept = self.log_tail()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _open(self, options: Mapping[str, Any], deadline: float, progress: Callable[[str], None] | None) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._channel, limit=_LINE_LIMIT)
+        self._writer.write(_line(options))
+        began = time.monotonic()
+        first = asyncio.ensure_future(reader.readline())
+        try:
+            while not first.done():
+                waited = time.monotonic() - began
+                if waited > deadline:
+                    raise EngineStartError(
+                        f"{self.name} was not ready after {deadline:g} s. Its start hangs, or needs longer. {self._tail()}"
+                    )
+                if progress is not None:
+                    progress(f"{self.name} is starting, {waited:.0f} s: {self.log_tail(1)[:120]}")
+                await asyncio.wait([first], timeout=min(5.0, deadline - waited + 0.01))
+            line = first.result()
+        except ConnectionError:
+            line = b""
+        finally:
+            first.cancel()
+        message = json.loads(line) if line else {}
+        if "error" in message:
+            raise EngineStartError(f"{self.name} cannot be started: {message['error']}")
+        if not message.get("ready"):
+            raise EngineStartError(f"{self.name} died while it started ({self._exit()}). {self._tail()}")
+        self._shared |= shared_memory_of(self.pid)
+        self._task = asyncio.create_task(self._read(reader), name=f"answers of {self.name}")
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand every answer to the one who waits for it, and tell all of them when the host is gone."""
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
+                answers = self._waiting.get(message["id"])
+                if answers is not None:
+                    answers.put_nowait(message)
+        except (ConnectionError, ValueError):
+            pass  # broken off in the middle of a line
+        finally:
+            for answers in self._waiting.values():
+                answers.put_nowait({"died": True})
+
+    def _died(self) -> EngineDied:
+        return EngineDied(f"{self.name} is gone ({self._exit()}): what it was working on is lost. {self._tail()}")
+
+    def _exit(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(5)
+            return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "its process still runs and has closed the line"
+
+    def _tail(self) -> str:
+        return f"The end of its log:\n{self._tail_kept or self.log_tail()}"
+
+
+def _spawn(command: list[str], channel: socket.socket, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a host in a session of its own, with its end of the line, its log, and its own folder of temporary files."""
+    (folder / "tmp").mkdir()
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(  # noqa: S603 - our own module, in an interpreter that the caller names
+            [*command, str(channel.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment, "TMPDIR": str(folder / "tmp"), "ROLLPROOF_ENGINE_FOLDER": str(folder)},
+            pass_fds=[channel.fileno()],
+            start_new_session=True,
+        )
+
+
+def end_session(leader: int, patience: float = 5.0) -> None:
+    """Kill every process of the session that ``leader`` leads, but the caller, and wait until they are gone.
+
+    multiprocessing's resource tracker goes last, and by itself: it removes the shared memory of those that were killed.
+    """
+    end = time.monotonic() + patience
+    while members := _members(leader):
+        trackers = {pid for pid in members if _is_tracker(pid)}
+        late = time.monotonic() > end
+        for pid in members if late else members - trackers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if late and time.monotonic() > end + patience:
+            return
+        time.sleep(0.02)
+
+
+def shared_memory_of(leader: int) -> set[str]:
+    """Paths of the shared memory that processes of a session have mapped or open, and nobody else has."""
+    members = _members(leader, also_self=True)
+    mine = {path for pid in members for path in _shared_paths(pid)}
+    if not mine:
+        return mine
+    others = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()} - members
+    return mine - {path for pid in others for path in _shared_paths(pid)}
+
+
+def _members(leader: int, *, also_self: bool = False) -> set[int]:
+    """Live processes of a session. Zombies do not count: nothing of them is left but an entry."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, _, _, session = entry.read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state not in "ZX":
+                found.add(int(entry.parent.name))
+    return found if also_self else found - {os.getpid()}
+
+
+def _is_tracker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _shared_paths(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            path = line.partition(_SHARED)
+            if path[1] and not line.endswith("(deleted)"):
+                found.add(_SHARED + path[2])
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = str(entry.readlink())
+                if target.startswith(_SHARED) and not target.endswith("(deleted)"):
+                    found.add(target)
+    return found
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
