@@ -1,0 +1,88 @@
+"""Agreement: how far the experts that the trainer used are those that the rollout used, on the same tokens.
+
+Rows are compared as sets: the order of the experts within a row is not part of a selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollproof.errors import GapError
+from rollproof.gap.intervals import Interval, share_interval
+from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
+from rollproof.records import IntArray
+
+__all__ = ["Agreement", "agreement", "overlap"]
+
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Agreement:
+    """Router agreement of two sides.
+
+    ``metrics``: ``slot_mismatch`` (mean share of a row's experts that the other side did not choose), ``layer_mismatch`` (share of
+    (token, layer) whose sets differ), ``any_layer_mismatch`` (share of tokens that differ in a layer), ``jaccard``. ``per_layer`` is
+    ``(layers, 2)`` with the slot and the layer mismatch of each layer of the axis. ``free`` counts the rows that hold no capture (a
+    negative id, or one expert several times) on either side: they are left out, and so many are counted here.
+    """
+
+    metrics: Mapping[str, Interval]
+    per_layer: FloatArray
+    tokens: int
+    free: int
+
+
+def overlap(left: IntArray, right: IntArray) -> tuple[IntArray, BoolArray]:
+    """For ``(n, layers, top_k)`` arrays: ``(n, layers)`` number of common experts, and whether both rows hold distinct, real experts."""
+    a, b = np.sort(left, axis=2).astype(np.int64), np.sort(right, axis=2).astype(np.int64)
+    whole = (a[:, :, 0] >= 0) & (b[:, :, 0] >= 0)
+    if a.shape[2] > 1:
+        whole &= (np.diff(a, axis=2) > 0).all(axis=2) & (np.diff(b, axis=2) > 0).all(axis=2)
+    both = np.sort(np.concatenate([a, b], axis=2), axis=2)
+    return (np.diff(both, axis=2) == 0).sum(axis=2), whole
+
+
+def agreement(pairs: TokenPairs) -> Agreement | None:
+    """Router agreement of the pairs; ``None`` where a side has no routes. Raises ``GapError`` where their axes differ."""
+    left, right = pairs.routes.get("rollout_routes"), pairs.routes.get("trainer_routes")
+    if left is None or right is None:
+        return None
+    if left.shape != right.shape:
+        raise GapError(
+            f"rollout_routes {left.shape} and trainer_routes {right.shape} differ in shape (tokens, layers, top_k): drop the"
+            " dense layers on"
+            " the side that counts them, or say which layers the other side's are."
+        )
+    tokens, layers, top_k = left.shape
+    owner = pairs.owner
+    sums = np.zeros((pairs.n_sequences, 6))
+    by_layer = np.zeros((layers, 3))
+    free = 0
+    for begin in range(0, tokens, _CHUNK):
+        common, whole = overlap(left[begin : begin + _CHUNK], right[begin : begin + _CHUNK])
+        missed = np.where(whole, (top_k - common) / top_k, 0.0)
+        differs = whole & (common < top_k)
+        jaccard = np.where(whole, common / (2 * top_k - common), 0.0)
+        captured = whole.any(axis=1)
+        free += int((~whole).sum())
+        by_layer += np.stack([missed.sum(axis=0), differs.sum(axis=0), whole.sum(axis=0)], axis=1)
+        columns = (missed.sum(axis=1), differs.sum(axis=1), jaccard.sum(axis=1), whole.sum(axis=1), differs.any(axis=1), captured)
+        place = owner[begin : begin + _CHUNK]
+        for i, column in enumerate(columns):
+            sums[:, i] += np.bincount(place, weights=column, minlength=len(sums))
+    counted = by_layer[:, 2:]
+    return Agreement(
+        metrics={
+            "slot_mismatch": share_interval(sums[:, 0], sums[:, 3]),
+            "layer_mismatch": share_interval(sums[:, 1], sums[:, 3]),
+            "any_layer_mismatch": share_interval(sums[:, 4], sums[:, 5]),
+            "jaccard": share_interval(sums[:, 2], sums[:, 3]),
+        },
+        per_layer=np.divide(by_layer[:, :2], counted, out=np.full((layers, 2), np.nan), where=counted > 0),
+        tokens=int(sums[:, 5].sum()),
+        free=free,
+    )

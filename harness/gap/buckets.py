@@ -1,0 +1,130 @@
+"""Buckets: k3 and |d| of parts of the tokens, where faults of resuming, of staleness and of position show.
+
+A bucket's numbers are those of its tokens alone; its interval resamples sequences, like every other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.gap.intervals import Interval, Resampler, metric_interval
+from rollproof.gap.metrics import METRICS
+from rollproof.gap.pairs import TokenPairs
+from rollproof.gap.sums import sequence_sums
+
+__all__ = ["Bucket", "bucketed", "staleness"]
+
+_MOST = 24
+"""A column with more values than this (versions of a long run) is cut into as many ranges of equal token count."""
+_RESUME = (("0", 0, 0), ("1", 1, 1), ("2-7", 2, 7), ("8+", 8, np.inf), ("before any", -np.inf, -1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """Tokens of one ``label``: how many, in how many sequences, their k3, mean |d| and mean rho - 1."""
+
+    label: str
+    tokens: int
+    sequences: int
+    k3: Interval
+    abs_diff: Interval
+    rho: Interval
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        numbers = {"kl_mu_pi_k3": self.k3, "abs_diff_mean": self.abs_diff, "rho_mean_minus_1": self.rho}
+        out: dict[str, Any] = {"label": self.label, "tokens": self.tokens, "sequences": self.sequences}
+        for name, interval in numbers.items():
+            out[name] = [value if np.isfinite(value) else None for value in (interval.value, interval.low, interval.high)]
+        return out
+
+
+def staleness(pairs: TokenPairs) -> npt.NDArray[np.float64] | None:
+    """``(n,)``: how many versions older than the current one the weights were that sampled each token; ``None`` where not told."""
+    version, current = pairs.sides.get("version"), pairs.sides.get("current_version")
+    if version is None or version.dtype.kind not in "iuf":
+        return None
+    newest = np.nanmax(version) if current is None else current
+    return np.asarray(newest - version, dtype=np.float64)
+
+
+def bucketed(pairs: TokenPairs, *, resamples: int = 200, seed: int = 0) -> dict[str, tuple[Bucket, ...]]:
+    """Buckets by every column that is there: staleness, distance to a resume, position, part, replica, rollout logprob."""
+    if not pairs.n_tokens:
+        return {}
+    out = {}
+    for name, labels in _labellings(pairs).items():
+        codes, names = labels
+        buckets = []
+        for code, label in enumerate(names):
+            keep = codes == code
+            if keep.any():
+                buckets.append(_bucket(label, pairs.chosen(keep), resamples, seed))
+        if len(buckets) > 1 or name == "since_resume":
+            out[name] = tuple(buckets)
+    return out
+
+
+def _labellings(pairs: TokenPairs) -> Mapping[str, tuple[npt.NDArray[np.int64], list[str]]]:
+    out = {}
+    lag = staleness(pairs)
+    if lag is not None and not np.isnan(lag).all():
+        out["staleness"] = _values(lag)
+    if "since_resume" in pairs.sides:
+        since = pairs.sides["since_resume"]
+        codes = np.full(len(since), -1)
+        for code, (_, low, high) in enumerate(_RESUME):
+            codes[(since >= low) & (since <= high)] = code
+        out["since_resume"] = codes, [label for label, _, _ in _RESUME]
+    for name in ("part", "replica", "version"):
+        if name in pairs.sides:
+            out[name] = _values(pairs.sides[name])
+    out["position_decile"] = _deciles(_place(pairs))
+    out["rollout_logprob_decile"] = _deciles(pairs.rollout)
+    return out
+
+
+def _place(pairs: TokenPairs) -> npt.NDArray[np.float64]:
+    """Relative place of each token in its sequence, 0 to 1."""
+    within = np.arange(pairs.n_tokens) - np.repeat(pairs.starts, pairs.lengths)
+    return np.asarray(within / np.maximum(np.repeat(pairs.lengths, pairs.lengths) - 1, 1))
+
+
+def _values(column: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[str]]:
+    known = np.array([value is not None and value == value for value in column]) if column.dtype.kind == "O" else column == column
+    names, found = np.unique(column[known], return_inverse=True)
+    codes = np.full(len(column), -1)
+    codes[known] = found
+    if len(names) > _MOST and names.dtype.kind in "iuf":
+        codes[known], labels = _deciles(column[known].astype(np.float64))
+        return codes, labels
+    return codes, [f"{name:g}" if names.dtype.kind in "iuf" else str(name) for name in names]
+
+
+def _deciles(values: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.int64], list[str]]:
+    known = np.isfinite(values)
+    if not known.any():
+        return np.full(len(values), -1), []
+    edges = np.unique(np.quantile(values[known], np.linspace(0, 1, 11)))
+    codes = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, max(len(edges) - 2, 0))
+    labels = [f"{low:.3g} to {high:.3g}" for low, high in _pairs(edges)]
+    return np.where(known, codes, -1), labels
+
+
+def _pairs(edges: npt.NDArray[np.float64]) -> Iterator[tuple[float, float]]:
+    if len(edges) == 1:
+        yield float(edges[0]), float(edges[0])
+    for low, high in itertools.pairwise(edges):
+        yield float(low), float(high)
+
+
+def _bucket(label: str, pairs: TokenPairs, resamples: int, seed: int) -> Bucket:
+    resampler = Resampler(sequence_sums(pairs), resamples=resamples, seed=seed)
+    k3, size, rho = (metric_interval(METRICS[name], resampler) for name in ("kl_mu_pi_k3", "abs_diff_mean", "rho_mean_minus_1"))
+    return Bucket(label=label, tokens=pairs.n_tokens, sequences=pairs.n_sequences, k3=k3, abs_diff=size, rho=rho)

@@ -1,0 +1,171 @@
+"""Evidence: what a diagnosis is drawn from, measured once on a bounded sample of whole sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollproof.gap.agreement import overlap
+from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
+from rollproof.records import IntArray
+
+__all__ = ["Evidence", "RouteEvidence", "gather"]
+
+_TOKENS = 400_000
+"""Tokens that a diagnosis looks at: more change no conclusion, and cost seconds."""
+_BINS = 20
+_SHIFTS = (-2, -1, 1, 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteEvidence:
+    """Slot mismatch of the routes as they stand, after shifting them by tokens or layers, and where it sits.
+
+    ``token_shift`` and ``layer_shift`` map a shift to the mismatch that is left when the trainer's rows are moved by it.
+    ``polluted`` is the share of tokens whose rows agree no better than chance, ``healthy`` the mismatch of the others.
+    ``dull_layers`` are leading layers of the axis whose rows hold no selection (one expert several times, or negative).
+    """
+
+    mismatch: float
+    chance: float
+    token_shift: dict[int, float]
+    layer_shift: dict[int, float]
+    polluted: float
+    healthy: float
+    dull_layers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """Signs over ``tokens`` tokens with finite logprobs.
+
+    ``rho_excess`` is E[rho] - 1 and ``rho_z`` that over its standard error over sequences; ``explained`` is the share of the mean
+    square of d that a function of the rollout logprob alone explains; ``pearson`` the correlation of the two logprobs and
+    ``lagged`` that with the trainer's moved by -1 and +1 places.
+    """
+
+    tokens: int
+    k1: float
+    k3: float
+    rho_excess: float
+    rho_z: float
+    explained: float
+    pearson: float
+    lagged: dict[int, float] = field(default_factory=dict)
+    routes: RouteEvidence | None = None
+
+
+def gather(pairs: TokenPairs) -> Evidence:
+    """The evidence of ``pairs``: of all tokens, or of whole sequences drawn until there are enough."""
+    pairs = _sample(pairs)
+    known = np.isfinite(pairs.rollout) & np.isfinite(pairs.trainer)
+    whole = pairs if known.all() else pairs.chosen(known)
+    d = whole.trainer - whole.rollout
+    if not len(d):
+        nan = float("nan")
+        return Evidence(tokens=0, k1=nan, k3=nan, rho_excess=nan, rho_z=nan, explained=nan, pearson=nan)
+    excess = np.expm1(np.clip(d, -80, 20))
+    by_sequence = np.add.reduceat(excess, whole.starts)
+    mean = float(excess.mean())
+    error = float(np.sqrt(((by_sequence - mean * whole.lengths) ** 2).sum())) / len(d)
+    return Evidence(
+        tokens=len(d),
+        k1=float(-d.mean()),
+        k3=float((excess - d).mean()),
+        rho_excess=mean,
+        rho_z=mean / error if error > 0 else 0.0,
+        explained=_explained(whole.rollout, d),
+        pearson=_correlation(whole.rollout, whole.trainer),
+        lagged={step: _lagged(pairs, step) for step in (-1, 1)},
+        routes=_routes(pairs),
+    )
+
+
+def _sample(pairs: TokenPairs) -> TokenPairs:
+    if pairs.n_tokens <= _TOKENS:
+        return pairs
+    order = np.random.default_rng(0).permutation(pairs.n_sequences)
+    enough = int(np.searchsorted(np.cumsum(pairs.lengths[order]), _TOKENS)) + 1
+    taken = np.zeros(pairs.n_sequences, bool)
+    taken[order[:enough]] = True
+    return pairs.chosen(np.repeat(taken, pairs.lengths))
+
+
+def _explained(rollout: FloatArray, d: FloatArray) -> float:
+    """Share of sum d^2 that the mean of d within bins of the rollout logprob explains, less what as many bins explain of noise."""
+    total = float((d * d).sum())
+    edges = np.unique(np.quantile(rollout, np.linspace(0, 1, _BINS + 1)))
+    if total == 0 or len(edges) < 3:
+        return 0.0
+    place = np.clip(np.searchsorted(edges, rollout, side="right") - 1, 0, len(edges) - 2)
+    count = np.bincount(place, minlength=len(edges) - 1)
+    mean = np.bincount(place, weights=d, minlength=len(count)) / np.maximum(count, 1)
+    square = np.bincount(place, weights=d * d, minlength=len(count)) / np.maximum(count, 1)
+    noise = float(np.maximum(square - mean**2, 0).sum())  # each bin's mean of pure noise has this square, over its count
+    return max(0.0, (float((count * mean**2).sum()) - noise) / total)
+
+
+def _correlation(a: FloatArray, b: FloatArray) -> float:
+    a, b = np.maximum(a, -20.0), np.maximum(b, -20.0)
+    if len(a) < 3 or a.std() == 0 or b.std() == 0:
+        return float("nan")
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _lagged(pairs: TokenPairs, step: int) -> float:
+    """Correlation of each token's rollout logprob with the trainer's of ``step`` places further on in the same sequence."""
+    ours = np.arange(max(0, -step), pairs.n_tokens - max(0, step))
+    theirs = ours + step
+    owner = pairs.owner
+    keep = (owner[ours] == owner[theirs]) & np.isfinite(pairs.rollout[ours]) & np.isfinite(pairs.trainer[theirs])
+    return _correlation(pairs.rollout[ours[keep]], pairs.trainer[theirs[keep]])
+
+
+def _routes(pairs: TokenPairs) -> RouteEvidence | None:
+    left, right = pairs.routes.get("rollout_routes"), pairs.routes.get("trainer_routes")
+    if left is None or right is None or left.shape != right.shape or not len(left):
+        return None
+    most = max(1, (1 << 22) // (left.shape[1] * left.shape[2]))
+    left, right, owner = left[:most], right[:most], pairs.owner[:most]
+    top_k = left.shape[2]
+    experts = int(max(left.max(), right.max())) + 1
+    common, whole = overlap(left, right)
+    dull = 0
+    for layer in range(left.shape[1]):
+        if whole[:, layer].mean() > 0.05:
+            break
+        dull += 1
+    share = np.where(whole, common / top_k, np.nan)
+    with np.errstate(invalid="ignore"):
+        row = np.nanmean(share, axis=1) if whole.any() else np.full(len(left), np.nan)
+    chance = 1 - top_k / experts
+    lost = 1 - row > 0.7 * chance
+    return RouteEvidence(
+        mismatch=_missed(left, right),
+        chance=chance,
+        token_shift={step: _missed(*_by_token(left, right, owner, step)) for step in _SHIFTS},
+        layer_shift={step: _missed(*_by_layer(left, right, step)) for step in _SHIFTS if abs(step) < left.shape[1]},
+        polluted=float(lost.mean()),
+        healthy=float(1 - np.nanmean(row[~lost])) if (~lost & np.isfinite(row)).any() else float("nan"),
+        dull_layers=dull,
+    )
+
+
+def _missed(left: IntArray, right: IntArray) -> float:
+    if not left.size:
+        return float("nan")
+    common, whole = overlap(left, right)
+    return float(1 - common[whole].mean() / left.shape[2]) if whole.any() else float("nan")
+
+
+def _by_token(left: IntArray, right: IntArray, owner: IntArray, step: int) -> tuple[IntArray, IntArray]:
+    ours = np.arange(max(0, -step), len(left) - max(0, step))
+    keep: BoolArray = owner[ours] == owner[ours + step]
+    return left[ours[keep]], right[ours[keep] + step]
+
+
+def _by_layer(left: IntArray, right: IntArray, step: int) -> tuple[IntArray, IntArray]:
+    layers = left.shape[1]
+    ours = np.arange(max(0, -step), layers - max(0, step))
+    return left[:, ours], right[:, ours + step]

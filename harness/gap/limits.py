@@ -1,0 +1,160 @@
+"""Limits: what a metric may be, by class of model and precision, each with its source; and the verdict that follows."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rollproof.errors import GapError, UsageError
+from rollproof.gap.intervals import Interval
+
+__all__ = ["GapVerdict", "Limit", "Limits", "Side", "limits_named"]
+
+DEFAULT = "moe-bf16"
+"""The loosest class in common use: a run that fails here is wrong in every class but quantised ones."""
+
+
+class GapVerdict(StrEnum):
+    """What the interval says about the limit."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    INCONCLUSIVE = "inconclusive"
+
+
+class Side(StrEnum):
+    """On which side of the limit a metric is wrong."""
+
+    ABOVE = "above"
+    BELOW = "below"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """``target`` is what a healthy run of this class shows, ``warn`` what deserves a look, ``fail`` what decides the verdict."""
+
+    metric: str
+    target: float
+    warn: float
+    fail: float
+    source: str
+    side: Side = Side.ABOVE
+
+    def judge(self, interval: Interval) -> GapVerdict:
+        """Fail where the whole interval lies beyond the limit, pass where none of it does, inconclusive where the limit lies within.
+
+        A limit of exactly 0 tells exact from inexact: any value but 0 is beyond it.
+        """
+        if math.isnan(interval.value):
+            return GapVerdict.INCONCLUSIVE
+        if self.fail == 0.0:
+            return GapVerdict.PASS if interval.value == 0.0 else GapVerdict.FAIL
+        if math.isnan(interval.low) or math.isnan(interval.high):
+            return GapVerdict.INCONCLUSIVE
+        low, high = self._badness(interval)
+        if low > self.fail if self.side is not Side.BELOW else low > -self.fail:
+            return GapVerdict.FAIL
+        return GapVerdict.PASS if (high <= self.fail if self.side is not Side.BELOW else high <= -self.fail) else GapVerdict.INCONCLUSIVE
+
+    def _badness(self, interval: Interval) -> tuple[float, float]:
+        """The interval turned so that larger is worse."""
+        if self.side is Side.ABOVE:
+            return interval.low, interval.high
+        if self.side is Side.BELOW:
+            return -interval.high, -interval.low
+        inside = interval.low <= 0.0 <= interval.high
+        return 0.0 if inside else min(abs(interval.low), abs(interval.high)), max(abs(interval.low), abs(interval.high))
+
+    def tokens_needed(self, interval: Interval, tokens: int) -> int | None:
+        """About how many tokens, of sequences like these, would decide it; ``None`` where more tokens of the same kind would not."""
+        if self.judge(interval) is not GapVerdict.INCONCLUSIVE:
+            return tokens
+        if math.isnan(interval.low) or math.isnan(interval.value):
+            return None
+        low, high = self._badness(interval)
+        value = -interval.value if self.side is Side.BELOW else abs(interval.value) if self.side is Side.BOTH else interval.value
+        bound = -self.fail if self.side is Side.BELOW else self.fail
+        room = bound - value
+        reach = (high - value) if room > 0 else (value - low)
+        return math.ceil(tokens * (reach / room) ** 2) if room else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {"target": self.target, "warn": self.warn, "fail": self.fail, "side": str(self.side), "source": self.source}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Limits of one class of model, by metric."""
+
+    profile: str
+    about: str
+    limits: Mapping[str, Limit]
+
+
+def limits_named(name: str | None = None, *, override: Path | None = None) -> Limits:
+    """The profile ``name`` of the shipped limits (default ``moe-bf16``), or of the file ``override``.
+
+    The file's limits replace those of the same profile and metric.
+
+    Raises ``UsageError`` for a name that neither has, ``GapError`` for a file that cannot be read as limits.
+    """
+    shipped = _read(resources.files("rollproof.gap").joinpath("limits.toml").read_text(encoding="utf-8"), "the shipped limits")
+    own = {}
+    if override is not None:
+        try:
+            own = _read(override.read_text(encoding="utf-8"), str(override))
+        except (OSError, UnicodeDecodeError) as error:
+            raise GapError(f"The limits in {override} cannot be read: {error}.") from error
+    known = shipped | own
+    name = name or (next(iter(own)) if len(own) == 1 else DEFAULT)
+    if name not in known:
+        raise UsageError(f"No limits are named {name!r}. Choose one of {', '.join(known)}.")
+    base = shipped.get(name)
+    chosen = known[name]
+    merged = {**(base.limits if base else {}), **chosen.limits}
+    return Limits(profile=name, about=chosen.about, limits=merged)
+
+
+def _read(text: str, where: str) -> dict[str, Limits]:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise GapError(f"{where} is no TOML: {error}.") from error
+    out = {}
+    for name, profile in data.get("profile", {}).items():
+        limits = {metric: _limit(metric, entry, f"{where}, profile {name}") for metric, entry in profile.get("limits", {}).items()}
+        out[name] = Limits(profile=name, about=str(profile.get("about", "")), limits=limits)
+    if not out:
+        raise GapError(f"{where} holds no [profile.NAME.limits] table.")
+    return out
+
+
+def _limit(metric: str, entry: Any, where: str) -> Limit:
+    from rollproof.gap.panel import GATED
+
+    if metric not in GATED:
+        raise GapError(f"{where}: no metric is named {metric!r}. Limits can be set for {', '.join(GATED)}.")
+    if not isinstance(entry, dict) or not isinstance(entry.get("source"), str) or not entry["source"]:
+        raise GapError(f"{where}: {metric} needs target, warn, fail and a source that says where they come from.")
+    stray = sorted(set(entry) - {"target", "warn", "fail", "source", "side"})
+    if stray:
+        raise GapError(f"{where}: {metric} has no {', '.join(stray)}; a limit has target, warn, fail, side and source.")
+    numbers = {}
+    for key in ("target", "warn", "fail"):
+        value = entry.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise GapError(f"{where}: {metric}.{key} must be a finite number, not {value!r}.")
+        numbers[key] = float(value)
+    try:
+        side = Side(entry.get("side", "above"))
+    except ValueError:
+        raise GapError(f"{where}: {metric}.side must be one of {[str(side) for side in Side]}, not {entry['side']!r}.") from None
+    return Limit(metric=metric, source=entry["source"], side=side, **numbers)

@@ -1,0 +1,76 @@
+"""Measuring: pairs in, report out; what every door of the gap calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rollproof.gap.buckets import bucketed
+from rollproof.gap.diagnosis import diagnose
+from rollproof.gap.limits import GapVerdict, Limits, limits_named
+from rollproof.gap.pairs import TokenPairs
+from rollproof.gap.panel import Panel, measure_panel
+from rollproof.gap.report import FEW_SEQUENCES, GapReport
+
+__all__ = ["measure", "measure_pairs"]
+
+
+def measure(
+    rollout_logprob: Any,
+    trainer_logprob: Any,
+    *,
+    sequence_id: Any,
+    mask: Any,
+    limits: str | Limits | None = None,
+    limits_file: Path | None = None,
+    subject: str = "gap",
+    resamples: int = 1000,
+    seed: int = 0,
+    **columns: Any,
+) -> GapReport:
+    """The gap between two columns of logprobs of the same tokens, each ``(n,)``, in nats.
+
+    ``sequence_id`` and ``mask`` are ``(n,)``; further columns (``version``, ``position``, ``rollout_routes`` ...) as in
+    ``rollproof.gap.pairs.COLUMNS``. ``limits`` names a profile (``moe-bf16``) or is one; ``limits_file`` holds profiles of one's
+    own. Raises ``GapError`` where the columns cannot be compared, ``UsageError`` for an unknown profile. Sources of the metrics and
+    limits are in their entries.
+    """
+    chosen = limits if isinstance(limits, Limits) else limits_named(limits, override=limits_file)
+    pairs = TokenPairs.of(rollout_logprob=rollout_logprob, trainer_logprob=trainer_logprob, sequence_id=sequence_id, mask=mask, **columns)
+    return measure_pairs(pairs, limits=chosen, subject=subject, resamples=resamples, seed=seed)
+
+
+def measure_pairs(pairs: TokenPairs, *, limits: Limits, subject: str = "gap", resamples: int = 1000, seed: int = 0) -> GapReport:
+    """As ``measure``, of pairs that are already laid out."""
+    panel = measure_panel(pairs, resamples=resamples, seed=seed)
+    verdicts = {name: limit.judge(panel.metrics[name]) for name, limit in limits.limits.items() if name in panel.metrics}
+    buckets = bucketed(pairs, seed=seed)
+    failing = panel.n_nonfinite > 0 or GapVerdict.FAIL in verdicts.values()
+    return GapReport(
+        subject=subject,
+        panel=panel,
+        limits=limits,
+        verdicts=verdicts,
+        causes=diagnose(pairs, buckets, failing=failing),
+        buckets=buckets,
+        notes=tuple(_notes(pairs, panel, limits)),
+    )
+
+
+def _notes(pairs: TokenPairs, panel: Panel, limits: Limits) -> list[str]:
+    notes = []
+    if not pairs.n_tokens:
+        notes.append(f"No token is left: the mask excludes all {pairs.masked:,}.")
+    elif pairs.n_sequences < FEW_SEQUENCES:
+        notes.append(
+            f"{pairs.n_sequences} sequences are too few for intervals over sequences: measure at least {FEW_SEQUENCES}, better 64."
+        )
+    plain, cut = panel.metrics["kl_mu_pi_k3"].value, panel.metrics["k3_winsorised"].value
+    if plain > 2 * cut > 0:
+        notes.append(
+            f"A few tokens carry k3: {plain:.3g}, and {cut:.3g} with |d| cut at 2. Look at the worst tokens before trusting the mean."
+        )
+    unmeasured = [name for name in limits.limits if name in ("slot_mismatch", "layer_mismatch") and len(pairs.routes) < 2]
+    if unmeasured:
+        notes.append(f"{' and '.join(unmeasured)} not measured: that needs rollout_routes and trainer_routes.")
+    return notes

@@ -1,0 +1,214 @@
+"""Metrics: the sampled-token panel, each a function of the sums over sequences.
+
+Tokens are sampled by the rollout engine (mu) and scored by the trainer (pi): d = log pi - log mu, rho = exp(d). Names and
+formulas are those of the field; a name that another project logs is listed as an alias where its formula is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+
+from rollproof.gap.pairs import FloatArray
+from rollproof.gap.sums import PLACE
+
+__all__ = ["METRICS", "Metric", "Scale", "Statistic"]
+
+Statistic: TypeAlias = "Callable[[FloatArray], FloatArray]"
+"""From sums ``(..., len(NAMES))`` to values ``(...)``; NaN where there is nothing to divide by."""
+
+
+class Scale(Enum):
+    """What kind of number a metric is, and so which interval is right for it."""
+
+    SIGNED = "mean of values of either sign"
+    POSITIVE = "mean of values that are never negative: its interval is taken on the log scale"
+    SHARE = "share of tokens for which something holds"
+    OTHER = "smooth function of several means"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """One number of the panel.
+
+    A mean is the quotient of the columns ``above`` and ``below`` of the sums, times ``factor``, plus ``shift``; a metric of scale
+    ``OTHER`` has a ``function`` of the sums in their place. ``healthy`` is its value where the two sides are equal.
+    """
+
+    name: str
+    formula: str
+    scale: Scale
+    above: str = ""
+    below: str = "finite"
+    factor: float = 1.0
+    shift: float = 0.0
+    function: Statistic | None = None
+    healthy: float = 0.0
+    aliases: tuple[str, ...] = ()
+
+    def statistic(self, sums: FloatArray) -> FloatArray:
+        """The value of summed columns ``(..., len(NAMES))``."""
+        if self.function is not None:
+            return self.function(sums)
+        return np.asarray(self.factor * _ratio(sums[..., PLACE[self.above]], sums[..., PLACE[self.below]]) + self.shift)
+
+
+def _ratio(above: FloatArray, below: FloatArray) -> FloatArray:
+    return np.asarray(np.divide(above, below, out=np.full(np.broadcast(above, below).shape, np.nan), where=below > 0))
+
+
+def _pearson(sums: FloatArray) -> FloatArray:
+    n, p, q, pp, qq, pq = (sums[..., PLACE[name]] for name in ("finite", "p", "q", "pp", "qq", "pq"))
+    spread = (n * pp - p * p) * (n * qq - q * q)
+    return _ratio(n * pq - p * q, np.sqrt(np.maximum(spread, 0.0)))
+
+
+def _ess(sums: FloatArray) -> FloatArray:
+    return _ratio(sums[..., PLACE["rho"]] ** 2, sums[..., PLACE["finite"]] * sums[..., PLACE["rho2"]])
+
+
+def _deviation(sums: FloatArray) -> FloatArray:
+    n = sums[..., PLACE["finite"]]
+    variance = _ratio(sums[..., PLACE["diff_prob2"]], n) - _ratio(sums[..., PLACE["diff_prob"]], n) ** 2
+    return np.sqrt(np.maximum(variance * _ratio(n, n - 1), 0.0))
+
+
+def _variance_rate(sums: FloatArray) -> FloatArray:
+    n = sums[..., PLACE["seq_n"]]
+    variance = _ratio(sums[..., PLACE["seq_d2"]], n) - _ratio(sums[..., PLACE["seq_d"]], n) ** 2
+    return _ratio(variance * n * n, (n - 1) * sums[..., PLACE["finite"]])
+
+
+_LIST = (
+    Metric(
+        name="kl_mu_pi_k3",
+        formula="mean of rho - 1 - d: estimates KL(rollout || trainer), never negative",
+        scale=Scale.POSITIVE,
+        above="k3",
+        aliases=("rollout_corr/k3_kl", "mismatch_kl", "gen_kl_error", "train_rollout_kl"),
+    ),
+    Metric(
+        name="k1",
+        formula="mean of -d: unbiased for KL(rollout || trainer), may be negative",
+        scale=Scale.SIGNED,
+        above="d",
+        factor=-1.0,
+        aliases=("rollout_corr/kl",),
+    ),
+    Metric(name="k2", formula="mean of d^2 / 2", scale=Scale.POSITIVE, above="d2", factor=0.5, aliases=("kl_v2",)),
+    Metric(
+        name="k3_winsorised",
+        formula="k3 with |d| cut at 2: parts from k3 where a few tokens carry it",
+        scale=Scale.POSITIVE,
+        above="k3_winsor",
+    ),
+    Metric(name="k3_sequence_mean", formula="mean over sequences of their mean k3", scale=Scale.POSITIVE, above="seq_k3", below="seq_n"),
+    Metric(
+        name="abs_diff_mean",
+        formula="mean of |d|",
+        scale=Scale.POSITIVE,
+        above="abs",
+        aliases=("sampling/sampling_logp_difference/mean",),
+    ),
+    Metric(
+        name="abs_diff_sequence_mean",
+        formula="mean over sequences of their mean |d|",
+        scale=Scale.POSITIVE,
+        above="seq_abs",
+        below="seq_n",
+        aliases=("train_rollout_logprob_abs_diff",),
+    ),
+    Metric(
+        name="rho_mean_minus_1",
+        formula="mean of rho - 1: 0 for every trainer that covers what was sampled, whatever its weights",
+        scale=Scale.SIGNED,
+        above="rho",
+        shift=-1.0,
+    ),
+    Metric(
+        name="chi2_token",
+        formula="mean of rho^2 - 1",
+        scale=Scale.SIGNED,
+        above="rho2",
+        shift=-1.0,
+        aliases=("rollout_corr/chi2_token",),
+    ),
+    Metric(name="ess_token", formula="(sum rho)^2 / (n sum rho^2), rho not truncated", scale=Scale.OTHER, function=_ess, healthy=1.0),
+    Metric(name="F2", formula="share of tokens with max(rho, 1/rho) > 2", scale=Scale.SHARE, above="F2", aliases=("extreme_frac_tau2",)),
+    Metric(name="F5", formula="share of tokens with max(rho, 1/rho) > 5", scale=Scale.SHARE, above="F5"),
+    Metric(name="F10", formula="share of tokens with max(rho, 1/rho) > 10", scale=Scale.SHARE, above="F10"),
+    Metric(
+        name="prob_diff_mean",
+        formula="mean of |exp(trainer) - exp(rollout)|",
+        scale=Scale.POSITIVE,
+        above="diff_prob",
+        aliases=("training/rollout_probs_diff_mean",),
+    ),
+    Metric(
+        name="prob_diff_std",
+        formula="standard deviation of |exp(trainer) - exp(rollout)|",
+        scale=Scale.OTHER,
+        function=_deviation,
+        aliases=("training/rollout_probs_diff_std",),
+    ),
+    Metric(
+        name="pearson",
+        formula="correlation of exp(trainer) and exp(rollout)",
+        scale=Scale.OTHER,
+        function=_pearson,
+        healthy=1.0,
+        aliases=("training/rollout_actor_probs_pearson_corr",),
+    ),
+    Metric(
+        name="token_mult_prob_error",
+        formula="mean of exp(|d|)",
+        scale=Scale.POSITIVE,
+        above="mult",
+        healthy=1.0,
+        aliases=("token_mult_prob_error",),
+    ),
+    Metric(
+        name="log_ppl_gap",
+        formula="mean over sequences of their mean -d",
+        scale=Scale.SIGNED,
+        above="seq_k1",
+        below="seq_n",
+        aliases=("rollout_corr/log_ppl_diff",),
+    ),
+    Metric(
+        name="log_ppl_abs_gap",
+        formula="mean over sequences of |their mean d|",
+        scale=Scale.POSITIVE,
+        above="seq_abs_k1",
+        below="seq_n",
+        aliases=("rollout_corr/log_ppl_abs_diff",),
+    ),
+    Metric(
+        name="geometric_ratio",
+        formula="mean over sequences of exp(their mean d)",
+        scale=Scale.SIGNED,
+        above="seq_geo",
+        below="seq_n",
+        healthy=1.0,
+    ),
+    Metric(
+        name="variance_rate",
+        formula="variance over sequences of their sum of d, per token: about 2 KL where tokens err independently",
+        scale=Scale.OTHER,
+        function=_variance_rate,
+    ),
+    Metric(
+        name="different_token_fraction",
+        formula="share of tokens with |d| > 1e-6",
+        scale=Scale.SHARE,
+        above="different",
+        aliases=("ratio_tokens_different",),
+    ),
+)
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _LIST}
+"""The panel, by name. Quantiles of |d| are in ``rollproof.gap.quantiles``, router agreement in ``rollproof.gap.agreement``."""

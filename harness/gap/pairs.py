@@ -1,0 +1,250 @@
+"""Pairs: the logprobs that two sides gave to the same tokens, checked and laid out by sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.errors import GapError
+from rollproof.records import IntArray
+
+__all__ = ["COLUMNS", "BoolArray", "FloatArray", "TokenPairs"]
+
+FloatArray: TypeAlias = "npt.NDArray[np.float64]"
+BoolArray: TypeAlias = "npt.NDArray[np.bool_]"
+
+ROUNDING = 1e-3
+"""A logprob up to here above 0 is the rounding of a fused kernel (flash-attention's cross-entropy gives 1e-6); above, it is no logprob."""
+
+COLUMNS: Mapping[str, str] = {
+    "sequence_id": "which sequence the token belongs to (integer or text)",
+    "rollout_logprob": "natural logarithm of the probability that the rollout engine reports for the token",
+    "trainer_logprob": "natural logarithm of the probability that the trainer gives to the same token, under the version that sampled it",
+    "mask": "whether the loss counts the token",
+    "token_id": "the token, as the rollout has it",
+    "trainer_token_id": "the token, as the trainer scored it: any difference is an error",
+    "position": "absolute position in prompt + response",
+    "version": "weight version that sampled the token",
+    "current_logprob": "logprob of the token under the trainer's current weights, where those are newer",
+    "current_version": "weight version of current_logprob",
+    "temperature": "sampling temperature that was declared for the token",
+    "since_resume": "tokens since the last resume boundary of the sequence (0: the first token after it); negative: none before it",
+    "part": "prompt, tool or response",
+    "batch": "training batch of the sequence",
+    "replica": "engine replica that sampled the token",
+    "rollout_routes": "experts that the engine used, one list a layer",
+    "trainer_routes": "experts that the trainer used, one list a layer",
+}
+"""Columns that a table of pairs may have; the first four must be there."""
+
+_SIDES = ("token_id", "trainer_token_id", "position", "version", "current_version", "since_resume", "batch", "replica", "part")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenPairs:
+    """Loss-masked tokens with the logprob of either side; tokens of one sequence stand together, in order.
+
+    ``rollout`` and ``trainer`` are ``(n,)`` float64 (natural log), ``starts`` is ``(sequences,)`` with the first token of
+    each sequence, ``sequences`` their names. ``sides`` holds optional ``(n,)`` columns by name (``COLUMNS``); ``routes`` the
+    optional ``(n, layers, top_k)`` arrays ``rollout_routes`` and ``trainer_routes``; ``by_version`` the trainer's logprobs
+    ``(n,)`` under each of several weight versions; ``masked`` counts the tokens that the mask left out. Logprobs that are
+    not finite are kept: the panel counts them, and nothing averages over them.
+    """
+
+    rollout: FloatArray
+    trainer: FloatArray
+    starts: IntArray
+    sequences: Sequence[Any]
+    sides: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    routes: Mapping[str, IntArray] = field(default_factory=dict)
+    by_version: Mapping[Any, FloatArray] = field(default_factory=dict)
+    masked: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the loss counts."""
+        return len(self.rollout)
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequences with at least one such token."""
+        return len(self.starts)
+
+    @property
+    def lengths(self) -> IntArray:
+        """``(sequences,)``: tokens of each sequence."""
+        return np.diff(np.append(self.starts, self.n_tokens))
+
+    @property
+    def owner(self) -> IntArray:
+        """``(n,)``: index of each token's sequence."""
+        return np.repeat(np.arange(self.n_sequences), self.lengths)
+
+    def where(self, token: int) -> dict[str, Any]:
+        """Sequence, position and logprobs of one token, for a report."""
+        sequence = int(np.searchsorted(self.starts, token, side="right")) - 1
+        place = self.sides["position"][token] if "position" in self.sides else token - int(self.starts[sequence])
+        out = {"sequence": _plain(self.sequences[sequence]), "position": int(place)}
+        if "token_id" in self.sides:
+            out["token_id"] = int(self.sides["token_id"][token])
+        return out | {"rollout_logprob": float(self.rollout[token]), "trainer_logprob": float(self.trainer[token])}
+
+    def chosen(self, keep: BoolArray) -> TokenPairs:
+        """The pairs of the tokens where ``keep`` ``(n,)`` holds."""
+        owner = self.owner[keep]
+        first = np.flatnonzero(np.diff(owner, prepend=-1))
+        return TokenPairs(
+            rollout=self.rollout[keep],
+            trainer=self.trainer[keep],
+            starts=first,
+            sequences=[self.sequences[i] for i in owner[first]],
+            sides={name: column[keep] for name, column in self.sides.items()},
+            routes={name: array[keep] for name, array in self.routes.items()},
+            by_version={version: array[keep] for version, array in self.by_version.items()},
+            masked=self.masked + int(len(keep) - keep.sum()),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        rollout_logprob: Any,
+        trainer_logprob: Any,
+        sequence_id: Any,
+        mask: Any,
+        by_version: Mapping[Any, Any] | None = None,
+        **columns: Any,
+    ) -> TokenPairs:
+        """Check the columns (``COLUMNS``), each ``(n,)``, and lay them out. Raises ``GapError`` with every problem's next step.
+
+        The tokens of a sequence keep their order; ``position``, where it is given, decides it. ``rollout_routes`` and
+        ``trainer_routes`` are ``(n, layers, top_k)``. ``by_version`` maps weight versions to the trainer's logprobs under them.
+        """
+        unknown = sorted(set(columns) - set(COLUMNS))
+        if unknown:
+            raise GapError(f"No column is named {', '.join(unknown)}. A table of pairs may have: {', '.join(COLUMNS)}.")
+        rollout, trainer = _logprobs(rollout_logprob, "rollout_logprob"), _logprobs(trainer_logprob, "trainer_logprob")
+        given = {name: np.asarray(column) for name, column in columns.items() if column is not None}
+        names, codes = _codes(sequence_id)
+        counted = _mask(mask)
+        versions = {version: _logprobs(column, f"trainer_logprob@{version}") for version, column in (by_version or {}).items()}
+        named = {f"trainer_logprob@{version}": column for version, column in versions.items()}
+        _same_length({"rollout_logprob": rollout, "trainer_logprob": trainer, "sequence_id": codes, "mask": counted} | given | named)
+        if "current_logprob" in given:
+            given["current_logprob"] = _logprobs(given["current_logprob"], "current_logprob")
+        _same_tokens(given, counted)
+        order = _order(codes, given.get("position"))
+        pick = order[counted[order]] if order is not None else (None if counted.all() else np.flatnonzero(counted))
+
+        def take(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return array if pick is None else array[pick]
+
+        rollout, trainer, codes = take(rollout), take(trainer), take(codes)
+        for values, name in ((rollout, "rollout_logprob"), (trainer, "trainer_logprob")):
+            _negative(values, name)
+        starts = np.flatnonzero(np.diff(codes, prepend=-1))
+        return cls(
+            rollout=rollout,
+            trainer=trainer,
+            starts=starts,
+            sequences=[names[i] for i in codes[starts]],
+            sides={name: take(given[name]) for name in (*_SIDES, "current_logprob", "temperature") if name in given},
+            routes={name: _routes(take(given[name]), name) for name in ("rollout_routes", "trainer_routes") if name in given},
+            by_version={version: take(column) for version, column in versions.items()},
+            masked=int(len(counted) - counted.sum()),
+        )
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _logprobs(values: Any, name: str) -> FloatArray:
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise GapError(f"{name} must hold numbers (NaN where one is missing): {error}.") from error
+    if array.ndim != 1:
+        raise GapError(
+            f"{name} must have one axis (tokens), not shape {array.shape}: flatten the batch, and say in sequence_id what belongs together."
+        )
+    return array
+
+
+def _negative(values: FloatArray, name: str) -> None:
+    wrong = np.flatnonzero(values > ROUNDING)
+    if len(wrong):
+        share = len(wrong) / len(values)
+        likely = "they look like probabilities, or like losses with the sign flipped" if share > 0.5 else "a few tokens hold something else"
+        raise GapError(
+            f"{name} holds {len(wrong):,} of {len(values):,} values above 0 (the first: {values[wrong[0]]:.4g} at row"
+            f" {wrong[0]:,}), but the"
+            f" logarithm of a probability is at most 0: {likely}. Pass natural logarithms of probabilities."
+        )
+
+
+def _codes(values: Any) -> tuple[npt.NDArray[Any], IntArray]:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise GapError(f"sequence_id must have one axis (tokens), not shape {array.shape}.")
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        raise GapError("sequence_id holds missing values: every token must name its sequence.")
+    if array.dtype.kind == "O" and any(value is None for value in array):
+        raise GapError("sequence_id holds missing values: every token must name its sequence.")
+    names, codes = np.unique(array, return_inverse=True)
+    return names, codes
+
+
+def _mask(values: Any) -> BoolArray:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise GapError(f"mask must have one axis (tokens), not shape {array.shape}.")
+    if array.dtype != np.bool_:
+        try:
+            numbers = array.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise GapError(f"mask must hold true and false, or 0 and 1: {error}.") from error
+        if not np.isin(numbers, (0.0, 1.0)).all():
+            raise GapError("mask must hold true and false, or 0 and 1: weights other than these would change what the metrics mean.")
+        array = numbers == 1.0
+    return array
+
+
+def _same_length(columns: Mapping[str, npt.NDArray[Any]]) -> None:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
+        raise GapError(f"The columns differ in length ({told}): each needs one entry per token, in one order.")
+
+
+def _same_tokens(given: Mapping[str, npt.NDArray[Any]], counted: BoolArray) -> None:
+    if "token_id" not in given or "trainer_token_id" not in given:
+        return
+    wrong = np.flatnonzero((given["token_id"] != given["trainer_token_id"]) & counted)
+    if len(wrong):
+        row = wrong[0]
+        raise GapError(
+            f"The two sides hold different tokens in {len(wrong):,} rows (the first: row {row:,}, {given['token_id'][row]} at the rollout,"
+            f" {given['trainer_token_id'][row]} at the trainer). Logprobs of different tokens cannot be compared: score the"
+            " rollout's own ids."
+        )
+
+
+def _order(codes: IntArray, position: npt.NDArray[Any] | None) -> IntArray | None:
+    """Row order that brings sequences together; ``None`` where they already are."""
+    if position is not None:
+        steps = np.diff(codes)
+        if bool((steps > 0).any() or (steps < 0).any()) or bool((np.diff(position) < 0).any()):
+            return np.lexsort((position, codes))
+        return None
+    return None if bool((np.diff(codes) >= 0).all()) else np.argsort(codes, kind="stable")
+
+
+def _routes(array: npt.NDArray[Any], name: str) -> IntArray:
+    if array.ndim != 3 or array.dtype.kind not in "iu":
+        raise GapError(f"{name} must be an integer array (tokens, layers, top_k), not shape {array.shape} of {array.dtype}.")
+    return array

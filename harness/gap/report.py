@@ -1,0 +1,153 @@
+"""Report: the panel against its limits, in words and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollproof.console import Line, Style
+from rollproof.gap.buckets import Bucket
+from rollproof.gap.diagnosis import Cause
+from rollproof.gap.intervals import Interval
+from rollproof.gap.limits import GapVerdict, Limit, Limits
+from rollproof.gap.panel import Panel
+
+__all__ = ["GAP_SCHEMA", "GapReport", "gap_lines"]
+
+GAP_SCHEMA = 1
+FEW_SEQUENCES = 16
+"""Below this many sequences intervals over sequences cannot be trusted, whatever they say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GapReport:
+    """A panel, its limits, and what follows. ``verdicts`` has an entry for each metric with a limit that could be measured."""
+
+    subject: str
+    panel: Panel
+    limits: Limits
+    verdicts: Mapping[str, GapVerdict]
+    causes: tuple[Cause, ...]
+    buckets: Mapping[str, tuple[Bucket, ...]]
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> GapVerdict:
+        """Fail where a limit is broken, a logprob not finite, or a cause found that is wrong at any size; else inconclusive, else pass."""
+        if self.panel.n_nonfinite or GapVerdict.FAIL in self.verdicts.values() or any(cause.fault for cause in self.causes):
+            return GapVerdict.FAIL
+        if not self.verdicts or GapVerdict.INCONCLUSIVE in self.verdicts.values() or self.panel.n_sequences < FEW_SEQUENCES:
+            return GapVerdict.INCONCLUSIVE
+        return GapVerdict.PASS
+
+    @property
+    def required_n(self) -> int | None:
+        """Tokens, of sequences like these, that would decide every limit; ``None`` where that cannot be said."""
+        needed = [self.limits.limits[name].tokens_needed(self.panel.metrics[name], self.panel.n_tokens) for name in self.verdicts]
+        if not needed or any(tokens is None for tokens in needed):
+            return None
+        few = self.panel.n_tokens * FEW_SEQUENCES / max(self.panel.n_sequences, 1)
+        return max([tokens for tokens in needed if tokens is not None] + [math.ceil(few)] * (self.panel.n_sequences < FEW_SEQUENCES))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON report, schema 1: keys may be added."""
+        return {
+            "schema": GAP_SCHEMA,
+            "subject": self.subject,
+            "verdict": str(self.verdict),
+            "limits": self.limits.profile,
+            "n_tokens": self.panel.n_tokens,
+            "n_sequences": self.panel.n_sequences,
+            "n_nonfinite": self.panel.n_nonfinite,
+            "n_masked": self.panel.masked,
+            "required_n": self.required_n,
+            "metrics": {name: self._metric(name, interval) for name, interval in self.panel.metrics.items()},
+            "diagnosis": [cause.to_dict() for cause in self.causes],
+            "buckets": {name: [bucket.to_dict() for bucket in row] for name, row in self.buckets.items()},
+            "worst": [dict(token) for token in self.panel.worst],
+            "per_layer": [] if self.panel.agreement is None else self.panel.agreement.per_layer.tolist(),
+            "notes": list(self.notes),
+        }
+
+    def _metric(self, name: str, interval: Interval) -> dict[str, Any]:
+        limit = self.limits.limits.get(name)
+        return {
+            "value": _number(interval.value),
+            "low": _number(interval.low),
+            "high": _number(interval.high),
+            "threshold": limit.fail if limit else None,
+            "warn": limit.warn if limit else None,
+            "target": limit.target if limit else None,
+            "side": str(limit.side) if limit else None,
+            "source": limit.source if limit else None,
+            "verdict": str(self.verdicts[name]) if name in self.verdicts else None,
+        }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+_WORDS = {
+    GapVerdict.PASS: ("PASS", Style.GOOD),
+    GapVerdict.FAIL: ("FAIL", Style.BAD),
+    GapVerdict.INCONCLUSIVE: ("INCONCLUSIVE", Style.DOUBT),
+}
+_SHOWN = ("k1", "k3_winsorised", "abs_diff_p99", "abs_diff_p999", "abs_diff_max", "variance_rate")
+"""Metrics without a limit that are told all the same; ``--json`` has all of them."""
+
+
+def gap_lines(report: GapReport) -> Iterator[Line]:
+    """The report for a person: verdict, metrics with limits, the others in short, causes, worst token."""
+    panel = report.panel
+    yield Style.TITLE, f"{report.subject}  [{panel.n_tokens:,} tokens in {panel.n_sequences:,} sequences, limits {report.limits.profile}]"
+    if panel.n_nonfinite:
+        yield Style.BAD, f"  FAIL  {panel.n_nonfinite:,} tokens have a logprob that is not finite; no metric includes them"
+    for name, interval in panel.metrics.items():
+        limit = report.limits.limits.get(name)
+        if name in report.verdicts and limit is not None:
+            yield from _limited(name, interval, limit, report.verdicts[name], panel.n_tokens)
+    for name in _SHOWN:
+        if name not in report.verdicts:
+            yield Style.FAINT, f"        {name:<24} {_told(panel.metrics[name])}"
+    for cause in report.causes:
+        style = Style.GOOD if cause.harmless else Style.BAD
+        yield style, f"  diagnosis: {cause.name} (confidence {cause.confidence:.2f}): {cause.because}"
+        if cause.advice:
+            yield Style.PLAIN, f"             {cause.advice}"
+    if panel.worst:
+        token = panel.worst[0]
+        yield Style.PLAIN, "  worst token: " + ", ".join(f"{key} {_short(value)}" for key, value in token.items())
+    for note in report.notes:
+        yield Style.DOUBT, f"  note: {note}"
+    word, style = _WORDS[report.verdict]
+    more = (
+        f", about {report.required_n:,} tokens of such sequences would decide"
+        if report.verdict is GapVerdict.INCONCLUSIVE and report.required_n
+        else ""
+    )
+    yield style, f"  {word}{more}"
+
+
+def _limited(name: str, interval: Interval, limit: Limit, verdict: GapVerdict, tokens: int) -> Iterator[Line]:
+    word, style = _WORDS[verdict]
+    sign = {"above": "<=", "below": ">=", "both": "within +-"}[str(limit.side)]
+    text = f"  {word:<5} {name:<24} {_told(interval)}  limit {sign} {limit.fail:.3g} ({limit.source})"
+    if verdict is GapVerdict.INCONCLUSIVE:
+        needed = limit.tokens_needed(interval, tokens)
+        text += f"; about {needed:,} tokens would decide" if needed else "; more sequences are needed"
+    yield style, text
+
+
+def _told(interval: Interval) -> str:
+    if math.isnan(interval.value):
+        return "not measured"
+    bounds = "" if math.isnan(interval.low) else f" [{interval.low:.3g}, {interval.high:.3g}]"
+    return f"{interval.value:.3g}{bounds}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

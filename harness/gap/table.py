@@ -1,0 +1,155 @@
+"""Table: pairs of logprobs out of a Parquet or Arrow file.
+
+One row a token (``sequence_id``, ``rollout_logprob``, ``trainer_logprob``, ``mask``, and what else ``COLUMNS`` lists), or one row a
+sequence, whose per-token columns are lists. ``trainer_logprob@VERSION`` holds the trainer's logprobs under another version.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.errors import GapError
+from rollproof.gap.pairs import COLUMNS, TokenPairs
+
+__all__ = ["read_pairs"]
+
+REQUIRED = ("sequence_id", "rollout_logprob", "trainer_logprob", "mask")
+_BY_VERSION = "trainer_logprob@"
+_ROUTES = ("rollout_routes", "trainer_routes")
+
+
+def read_pairs(path: Path, *, renamed: Mapping[str, str] | None = None) -> TokenPairs:
+    """The pairs of a Parquet file (or of an Arrow IPC file or stream).
+
+    ``renamed`` maps names of ``COLUMNS`` to the file's own names for them. Raises ``GapError`` for a file that cannot be read, lacks a
+    column, or holds something else in one; columns that are not known are left alone.
+    """
+    table = _load(path, dict(renamed or {}))
+    columns = {name: table.column(name) for name in table.column_names}
+    listed = {name for name, column in columns.items() if _depth(column.type) > (2 if name in _ROUTES else 0)}
+    if listed:
+        columns = _flattened(columns, listed, path)
+    values = {name: _numpy(name, column) for name, column in columns.items()}
+    by_version = {_version(name): values.pop(name) for name in list(values) if name.startswith(_BY_VERSION)}
+    return TokenPairs.of(by_version=by_version, **values)
+
+
+def _load(path: Path, renamed: dict[str, str]) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    stray = sorted(set(renamed) - set(COLUMNS))
+    if stray:
+        raise GapError(f"No column is named {', '.join(stray)}; the names that a file's columns can stand for are {', '.join(COLUMNS)}.")
+    if not path.is_file():
+        raise GapError(f"There is no file {path}.")
+    try:
+        if _magic(path) == b"PAR1":
+            names = pq.read_schema(path).names
+            return _named(pq.read_table(path, columns=_wanted(names, renamed, path)), renamed)
+        with pa.memory_map(str(path)) as source:
+            opened = pa.ipc.open_file(source) if _magic(path) == b"ARRO" else pa.ipc.open_stream(source)
+            table = opened.read_all()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, GapError):
+            raise
+        raise GapError(f"{path} cannot be read as Parquet or Arrow: {str(error).splitlines()[0]}") from error
+    return _named(table.select(_wanted(table.column_names, renamed, path)), renamed)
+
+
+def _magic(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4)
+
+
+def _wanted(names: list[str], renamed: Mapping[str, str], path: Path) -> list[str]:
+    """The file's own names of the columns that are read."""
+    lacking = [f"{ours} (given as {theirs!r})" if ours != theirs else ours for ours, theirs in
+               ((name, renamed.get(name, name)) for name in {**dict.fromkeys(REQUIRED), **renamed}) if theirs not in names]  # fmt: skip
+    if lacking:
+        near = {name: difflib.get_close_matches(name.split(" ")[0], names, n=1, cutoff=0.5) for name in lacking}
+        guess = "; ".join(f"--column {name.split(' ')[0]}={found[0]}" for name, found in near.items() if found)
+        raise GapError(
+            f"{path} has no column {', '.join(lacking)}. It has {', '.join(names) or 'none'}."
+            f" Say which of them it is with --column NAME=THEIRS{f' (perhaps {guess})' if guess else ''}."
+        )
+    known = [renamed.get(name, name) for name in COLUMNS if renamed.get(name, name) in names]
+    return known + [name for name in names if name.startswith(_BY_VERSION)]
+
+
+def _named(table: Any, renamed: Mapping[str, str]) -> Any:
+    ours = {theirs: name for name, theirs in renamed.items()}
+    return table.rename_columns([ours.get(name, name) for name in table.column_names])
+
+
+def _depth(kind: Any) -> int:
+    import pyarrow.types as pt
+
+    depth = 0
+    while pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind):
+        kind, depth = kind.value_type, depth + 1
+    return depth
+
+
+def _flattened(columns: Mapping[str, Any], listed: set[str], path: Path) -> dict[str, Any]:
+    """One row a token, from one row a sequence: lists are laid end to end, and what is no list holds for all its sequence's tokens."""
+    import pyarrow.compute as pc
+
+    lengths = {name: pc.list_value_length(columns[name]).to_numpy(zero_copy_only=False) for name in listed}
+    first = next(iter(lengths))
+    for name, found in lengths.items():
+        if not np.array_equal(found, lengths[first]):
+            row = int(np.flatnonzero(found != lengths[first])[0]) if len(found) == len(lengths[first]) else 0
+            raise GapError(f"{path}: {name} and {first} differ in length in row {row}: each list needs one entry per token.")
+    parents = pc.list_parent_indices(columns[first])
+    return {name: pc.list_flatten(column) if name in listed else column.take(parents) for name, column in columns.items()}
+
+
+def _numpy(name: str, column: Any) -> npt.NDArray[Any]:
+    if name in _ROUTES:
+        return _route_array(name, column)
+    if _depth(column.type):
+        raise GapError(f"{name} holds lists where the other columns hold one value a token.")
+    kind = str(column.type)
+    if kind in ("string", "large_string") or kind.startswith("dictionary"):
+        # codes instead of ten million Python strings
+        encoded = column.dictionary_encode().combine_chunks() if not kind.startswith("dictionary") else column.combine_chunks()
+        if encoded.null_count:
+            raise GapError(f"{name} holds missing values: every token must have one.")
+        if name == "sequence_id":
+            words = np.asarray(encoded.dictionary.to_pylist())
+            return np.asarray(words[encoded.indices.to_numpy()])
+        words = np.asarray(encoded.dictionary.to_pylist(), dtype=object)
+        return np.asarray(words[encoded.indices.to_numpy()])
+    if column.null_count and name not in ("rollout_logprob", "trainer_logprob", "current_logprob") and not name.startswith(_BY_VERSION):
+        raise GapError(f"{name} holds {column.null_count:,} missing values: every token must have one.")
+    values = column.to_numpy()
+    return np.asarray(values)
+
+
+def _route_array(name: str, column: Any) -> npt.NDArray[Any]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if _depth(flat.type) != 2:
+        raise GapError(f"{name} must hold a list of layers a token, each a list of experts.")
+    sizes = []
+    for _ in range(2):
+        lengths = np.unique(pc.list_value_length(flat).to_numpy(zero_copy_only=False))
+        if len(lengths) != 1 or flat.null_count:
+            raise GapError(f"{name} must have the same number of layers and of experts in every row; a row without a capture holds -1.")
+        sizes.append(int(lengths[0]))
+        flat = pc.list_flatten(flat)
+    return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(-1, *sizes)
+
+
+def _version(name: str) -> int | str:
+    text = name.removeprefix(_BY_VERSION)
+    return int(text) if text.lstrip("-").isdigit() else text
