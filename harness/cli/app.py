@@ -14,6 +14,7 @@ import typer
 from rollproof.cli.check import check
 from rollproof.cli.checks import checks
 from rollproof.cli.doctor import doctor
+from rollproof.cli.gap import gap
 from rollproof.cli.known_bugs import known_bugs
 from rollproof.cli.replay import replay
 from rollproof.cli.streams import stdout_failure
@@ -41,7 +42,7 @@ app: typer.Typer = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (verify, check, replay, known_bugs, checks, doctor):
+for _command in (verify, check, replay, gap, known_bugs, checks, doctor):
     app.command(_command.__name__.replace("_", "-"))(_command)
 
 
@@ -63,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code. An error is told in one line, with its traceback where ``--debug`` is given."""
     debug = "--debug" in arguments
     try:
-        code = app(args=[argument for argument in arguments if argument != "--debug"], standalone_mode=False)
+        code = app(args=[argument for argument in arguments if argument != "--debug"], prog_name="rollproof", standalone_mode=False)
         sys.stdout.flush()
         if code != ExitCode.USAGE and sys.__stdout__ is not None and (failure := stdout_failure()) is not None:
             sys.stderr.write(f"rollproof: standard output took no more ({failure}); the exit code is the verdict\n")
