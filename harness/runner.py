@@ -24,7 +24,7 @@ from rollproof.subjects import SubjectFactory
 from rollproof.telling import told
 from rollproof.trace import Event, Gauge, Header, Recorder, Result, Submit, Trace
 
-__all__ = ["idle_contracts", "run_case"]
+__all__ = ["idle_contracts", "name_of", "run_case"]
 
 _JUMPS = 100_000
 """How often time may pass in one case: ten times what polling once a second up to the deadline needs."""
@@ -48,7 +48,7 @@ def run_case(
     run = _Run(factory, case)
     run.through(run.main, _JUMPS)
     header = Header(
-        subject=name or _name_of(factory),
+        subject=name or name_of(factory),
         contract=run.contract,
         engine=run.fleet.engine_contract,
         seed=case.seed,
@@ -92,7 +92,7 @@ class _Run:
 
     @property
     def name(self) -> str:
-        return _name_of(self.factory)
+        return name_of(self.factory)
 
     @property
     def contract(self) -> Contract:
@@ -300,7 +300,8 @@ def _equal(a: Any, b: Any) -> bool:
     return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
 
 
-def _name_of(factory: SubjectFactory) -> str:
+def name_of(factory: SubjectFactory) -> str:
+    """How errors call a subject: ``module:name`` of where its factory was defined."""
     module = inspect.getmodule(factory)
     name = getattr(factory, "__qualname__", type(factory).__name__)
     return f"{module.__name__}:{name}" if module is not None else name

@@ -25,6 +25,7 @@ from rollproof.errors import RollproofError, SubjectError
 from rollproof.files import folder_name
 from rollproof.progress import Progress
 from rollproof.report import Interrupted, Report
+from rollproof.runner import name_of
 from rollproof.telling import told
 from rollproof.topics import ROLLOUTS, Asked, judge_topic
 
@@ -100,10 +101,7 @@ class _SideBySide:
             for pipe in workers:
                 self._give(pipe)
             try:
-                while self._busy:
-                    for pipe in wait(list(self._busy)):
-                        assert isinstance(pipe, Connection)
-                        self._take(pipe)
+                self._take_all()
             except KeyboardInterrupt:
                 for process in workers.values():
                     process.terminate()
@@ -119,8 +117,16 @@ class _SideBySide:
         with suppress(BrokenPipeError):  # a worker that died is told apart when its answer is read
             pipe.send(dict(target.recipe))
 
-    def _take(self, pipe: Connection) -> None:
-        """Read one message of a worker: how far it is, its report, or why there is none."""
+    def _take_all(self) -> None:
+        """Read what the workers say until none is busy."""
+        while self._busy:
+            for pipe in wait(list(self._busy)):
+                assert isinstance(pipe, Connection)
+                if not self._take(pipe):
+                    raise KeyboardInterrupt
+
+    def _take(self, pipe: Connection) -> bool:
+        """Read one message of a worker: how far it is, its report, or why there is none; whether it was not interrupted."""
         number = self._busy[pipe]
         try:
             message = pipe.recv()
@@ -135,9 +141,12 @@ class _SideBySide:
         elif isinstance(message, BaseException):
             raise message
         else:
-            self._reports[number] = _unpacked(*message)
+            interrupted, report, results = message
+            self._reports[number] = _unpacked(report, results)
             del self._busy[pipe]
             self._give(pipe)
+            return not interrupted
+        return True
 
     def _take_rest(self) -> None:
         """What the workers have found so far, as far as they tell it soon."""
@@ -153,6 +162,14 @@ class _SideBySide:
 
 
 def _judge(target: Target, settings: Settings, progress: Callable[[Progress], None]) -> Report:
+    """The report of one target. An error names a subject as the command line does, also one that was defined elsewhere."""
+    try:
+        return _judged(target, settings, progress)
+    except SubjectError as error:
+        raise SubjectError(str(error).replace(name_of(target.factory), str(target.recipe.get("subject", target.name)))) from error
+
+
+def _judged(target: Target, settings: Settings, progress: Callable[[Progress], None]) -> Report:
     expected = dict(settings.expected.get(target.name, {})) or None
     if target.about != ROLLOUTS:
         asked = Asked(
@@ -218,11 +235,11 @@ def _work(pipe: Connection, settings: Settings) -> None:
         while True:
             recipe = pipe.recv()
             try:
-                pipe.send(_packed(_judge(target_of_recipe(recipe), settings, tell)))
+                pipe.send((False, *_packed(_judge(target_of_recipe(recipe), settings, tell))))
             except (EOFError, BrokenPipeError):
                 raise
             except Interrupted as interrupt:
-                pipe.send(_packed(interrupt.reports[0]))
+                pipe.send((True, *_packed(interrupt.reports[0])))
                 return
             except RollproofError as error:
                 pipe.send(error)

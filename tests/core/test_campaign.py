@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from dataclasses import replace
 from itertools import islice
@@ -19,7 +20,7 @@ from rollproof.errors import UsageError
 from rollproof.fakes.managers import AsSampled, EngineKeep, Sample
 from rollproof.fakes.resuming import Options
 from rollproof.judge import judge
-from rollproof.records import EngineOutput, Request
+from rollproof.records import EngineOutput, Request, Rollout
 from rollproof.runner import run_case
 from rollproof.store import load_trace
 
@@ -187,3 +188,72 @@ def test_an_option_of_a_manager_is_part_of_its_contract() -> None:
     report = run_conformance(untagged, cases=[_case(2)], only=["versions.min-max"])
 
     assert Verdict.NOT_APPLICABLE is report.results[0].verdict
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"only": "stitch"}, r"only='stitch' is one text: write only=\['stitch'\]"),
+        ({"only": [1]}, "only must hold names, not 1"),
+        ({"only": 7}, "only must be a list of names, not 7"),
+        ({"flavours": "vllm"}, r"flavours='vllm' is one text: write flavours=\['vllm'\]"),
+        ({"seed": "a"}, "seed='a' must be a whole number >= 0, such as 0 or 12345"),
+        ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
+        ({"seed": True}, "seed=True must be a whole number >= 0"),
+        ({"cases": [1]}, r"cases must hold rollproof\.Case, not 1; Case\.from_dict reads the JSON form"),
+        ({"cases": 1}, "cases must be a list of Case, not 1"),
+        ({"expected": {"routes.row": "known"}}, r"No check or family is named 'routes\.row'\. Did you mean routes\.rows"),
+        ({"expected": {"routes": "known"}}, "No check or family is named 'routes'"),
+        ({"expected": {"routes.rows": ""}}, r"expected\['routes\.rows'\] must say why the check is known to fail"),
+        ({"expected": ["routes.rows"]}, "expected must map ids of checks to reasons"),
+        ({"profile": "nosuch"}, "No profile is named 'nosuch'"),
+        ({"profile": []}, "No profile is named"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused(wrong: Any, told: str) -> None:
+    """Each is told before anything runs, with what to write instead."""
+    with pytest.raises(UsageError, match=told):
+        run_conformance(AsSampled, **{"cases": [_case()], **wrong})
+
+
+def test_a_subject_is_given_as_a_factory() -> None:
+    """A subject in place of its class would be shared by all cases."""
+    with pytest.raises(UsageError, match=r"run_conformance\(\) takes a factory, such as the subject's class, not <.*each case starts from"):
+        run_conformance(AsSampled())
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_run(tmp_path: Path) -> None:
+    """No case is run for findings whose counterexamples could not be kept."""
+    (tmp_path / "file").touch()
+
+    with pytest.raises(UsageError, match=r"Cannot write into .*file: Not a directory"):
+        run_conformance(AsSampled, cases=iter([pytest.fail]), witness_dir=tmp_path / "file")  # type: ignore[list-item]
+
+
+def test_hangs_of_one_kind_end_a_campaign() -> None:
+    """A rollout that polls for ever costs real time in each case: after ten alike the campaign says that it stops."""
+
+    class Polls(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            while True:  # noqa: ASYNC110 - polling for ever is what is tested
+                await asyncio.sleep(9.0)
+
+    report = run_conformance(Polls, cases=[replace(_case(), seed=seed, deadline=90.0) for seed in range(40)], only=["lifecycle"])
+
+    assert 10 == report.cases
+    assert "lifecycle.no-hang" in {result.id for result in report.failed}
+    assert "stopped after 10 of 40 cases: 10 rollouts hung alike, awaiting " in report.notes[0]
+    assert "What the other cases would have shown is not known" in report.notes[0]
+
+
+def test_hangs_that_are_seen_at_once_end_no_campaign() -> None:
+    """A deadlock costs nothing, so every case is run."""
+
+    class Waits(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            await asyncio.Event().wait()
+            return None
+
+    report = run_conformance(Waits, cases=[replace(_case(), seed=seed) for seed in range(15)], only=["lifecycle"])
+
+    assert (15, ()) == (report.cases, report.notes)

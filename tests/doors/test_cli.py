@@ -15,6 +15,7 @@ import pytest
 from rollproof.checks import default_registry
 from rollproof.cli import app as app_module
 from rollproof.cli.app import run
+from rollproof.fakes.fleet import Fleet
 from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN
 from rollproof.fakes.managers import AsSampled
 from rollproof.report import ExitCode
@@ -276,12 +277,12 @@ def test_a_report_whose_place_breaks_during_the_run_is_kept(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     place = tmp_path / "out"
 
-    def breaks(subject: type[Correct], _case: object) -> type[Correct]:
+    def breaks(subject: Correct) -> None:
+        AsSampled.__init__(subject)
         place.unlink(missing_ok=True)
         place.touch()
-        return subject
 
-    monkeypatch.setattr(Correct, "__init__", lambda self: breaks(type(self), AsSampled.__init__(self)))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Correct, "__init__", breaks)
     for subject, only, code in ((CORRECT, "stitch.tokens", ExitCode.USAGE), (CONCAT, "routes.rows", ExitCode.FAIL)):
         place.unlink(missing_ok=True)
         text = told(capsys, "verify", "--subject", subject, "--only", only, "--json", "out/report.json", code=code)
@@ -302,8 +303,25 @@ def test_counterexamples_whose_place_breaks_during_the_run_are_kept(
     (kept,) = tmp_path.glob("rollproof-*/routes.rows.json")
 
     assert "note: The counterexample of routes.rows could not be kept in plain/" in text
-    assert f"rollproof replay {kept}" in text
+    assert f"rollproof replay {kept.relative_to(tmp_path)}" in text
     assert "reproduced" in told(capsys, "replay", str(kept), code=ExitCode.FAIL)
+
+
+def test_an_interrupt_shows_what_was_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends a run at once, with code 130, the verdicts until then, and a note of how much was judged."""
+    stop = iter([None, None, KeyboardInterrupt()])
+
+    def start(self: Correct, fleet: Fleet) -> Any:
+        if (error := next(stop, None)) is not None:
+            raise error
+        return AsSampled.start(self, fleet)
+
+    monkeypatch.setattr(Correct, "start", start)
+    text = told(capsys, "verify", "--subject", CORRECT, "--only", "stitch.tokens", code=app_module.INTERRUPTED)
+
+    assert "note: interrupted after 2 of 3 cases: only those were judged" in text
+    assert "1 check: 1 pass, 0 fail" in text
+    assert text.rstrip().endswith("rollproof: interrupted")
 
 
 def test_an_interrupt_is_exit_code_130(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rollproof.cli.jobs import Settings, judge_all, processors
 from rollproof.cli.targets import Target, subject_target
 from rollproof.errors import SubjectError
 from rollproof.progress import Progress
-from rollproof.report import Report
+from rollproof.report import Interrupted, Report
 
 MODULE = """
 import os
@@ -29,6 +29,18 @@ class Dies:
     def collate(self, samples): ...
     def __init__(self):
         os._exit(3)
+
+class Stopped(AsSampled):
+    cases_begun = 0
+    @staticmethod
+    def cases(profile, seed):
+        from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, SYNCED
+        return [CLEAN, ABORTED, SYNCED]
+    def __init__(self):
+        super().__init__()
+        Stopped.cases_begun += 1
+        if Stopped.cases_begun == 3:
+            raise KeyboardInterrupt
 
 class Concat(AsSampled):
     flavours = ("vllm",)
@@ -87,6 +99,17 @@ def test_an_error_of_a_worker_is_the_error_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(SubjectError, match="made a Fails without"):
         judge_all([target("Fails"), target("Collator")], settings(tmp_path), silent, jobs=2)
 
+    assert [] == multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_interrupt_brings_what_was_found(tmp_path: Path, jobs: int) -> None:
+    """Where a run is interrupted, in this process or in a worker, the reports so far come with it."""
+    with pytest.raises(Interrupted) as interrupt:
+        judge_all([target("Concat"), target("Stopped")], settings(tmp_path, "routes.rows"), silent, jobs=jobs)
+
+    last = interrupt.value.reports[-1]
+    assert ("Stopped", ("interrupted after 2 of 3 cases: only those were judged",)) == (last.subject, last.notes)
     assert [] == multiprocessing.active_children()
 
 
