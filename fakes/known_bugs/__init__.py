@@ -8,6 +8,7 @@ from __future__ import annotations
 from rollproof.fakes.known_bugs import (
     batch,
     capture,
+    engines,
     layout_layers,
     layout_ranks,
     layout_rows,
@@ -36,5 +37,6 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *layout_ranks.BUGS,
     *layout_layers.BUGS,
     *layout_samples.BUGS,
+    *engines.BUGS,
 )
 """All of them, family by family."""
