@@ -24,6 +24,7 @@ __all__ = ["Judge", "JudgeContext", "Judgement", "Tally", "judge", "judge_events
 _NEIGHBOURS = 16
 _PLANS = 256
 HEDGED = "calls of one prompt overlapped (hedging): which answer the stack used cannot be told"
+UNTOLD = "engine calls were recorded of which cannot be told whether they are this request's: give `request_id` in the EngineCall"
 _KINDS = tuple(EVENT_KINDS.values())
 _Reader: TypeAlias = "Callable[[Any, Any, Collector], None]"
 _Plan: TypeAlias = "tuple[list[tuple[RequestJudge, Collector]], list[tuple[TraceJudge, Collector]], list[Collector]]"
@@ -191,6 +192,9 @@ class Judge:
             attempt = Attempt(number=len(view.attempts), call=event)
             view.attempts.append(attempt)
             self._calls[event.call_id] = (view, attempt)
+        for request_id in event.candidates:
+            if request_id in self.context.open:
+                self.context.open[request_id].untold = True
 
     def _admit(self, event: Admit) -> None:
         if event.call_id in self._calls:
@@ -225,6 +229,9 @@ class Judge:
         view.neighbours = [*self._ended, *(other for other in list(self.context.open.values())[:_NEIGHBOURS] if other is not view)]
         hedged = view.hedged
         for check, collector in self._requests:
+            if view.untold:
+                collector.absent(UNTOLD)
+                continue
             if hedged and collector.check.family != "lifecycle":  # that family says what may happen to such calls
                 collector.absent(HEDGED)
                 continue

@@ -69,7 +69,8 @@ class Submit(Event):
 class Call(Event):
     """The stack is about to call an engine. ``request_id`` is the caller's request, ``max_tokens`` the granted budget.
 
-    ``stream`` is how the reply was asked to be streamed, where it was.
+    ``stream`` is how the reply was asked to be streamed, where it was. Where a recorder cannot tell whose call it is, ``request_id``
+    is ``""`` and ``candidates`` names the requests that it may be of: nothing is then known of what those were given.
     """
 
     kind: ClassVar[str] = "call"
@@ -84,6 +85,7 @@ class Call(Event):
     want_logprobs: bool = True
     routes_start: int = 0
     stream: StreamMode | None = None
+    candidates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,7 +90,8 @@ class RequestView:
     ``neighbours`` are a bounded number of other requests of the same run, to find out whose values a stray one is.
     ``stitched`` is the reference stitch; ``oracle`` is there where the trace is coded. Views are read-only to checks, but
     for ``memo``, where the checks of a family keep under its name what they share (nothing that refers to the view).
-    ``header`` is the trace's, ``None`` where a view was made by hand.
+    ``header`` is the trace's, ``None`` where a view was made by hand. ``untold`` says that calls may be its own which the recorder
+    could not attribute.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class RequestView:
         self.results: list[Result] = []
         self.neighbours: Sequence[RequestView] = ()
         self.memo: dict[str, Any] = {}
+        self.untold: bool = False
 
     @property
     def request(self) -> Request:
