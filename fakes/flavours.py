@@ -22,7 +22,6 @@ from rollproof.records import FinishReason
 
 __all__ = [
     "FLAVOURS",
-    "EmptyRoutes",
     "Flavour",
     "PausedCalls",
     "Recompute",
@@ -56,23 +55,15 @@ class Recompute(StrEnum):
     """Rows are stored by KV slot: the recompute overwrites them (SGLang #39633, #24001)."""
 
 
-class EmptyRoutes(StrEnum):
-    """Which routes the abort of a running call without tokens returns."""
-
-    NONE = "none"
-    CAPTURED = "captured"
-    """The rows of what was prefilled so far."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flavour:
     """Declared conventions of an engine; ``source`` says how they are known.
 
     ``dtypes`` are pairs (largest number of experts, numpy name), ascending: the first that fits is used.
     ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``queued_abort_keeps_keys``: an abort in the waiting
-    queue shows the keys that any other reply shows; without, it has no routes and no count of cached tokens.
-    ``pause_modes`` are those that the engine offers; the fake accepts all of them. ``bad_start_aborts``: a
-    ``routes_start`` out of range ends the call with an abort and a message rather than a ``ValueError``. ``routes_switch`` to
+    queue, or while the prompt is being computed, shows the keys that any other reply shows; without, it has no routes and no count of
+    cached tokens, and ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21).
+    ``pause_modes`` are those that the engine offers; the fake accepts all of them. ``routes_switch`` to
     ``seeded`` mean what they mean in ``EngineTerms``; the fake refuses all that ``zero_budget`` and ``empty_prompt`` refuse otherwise.
     """
 
@@ -87,17 +78,15 @@ class Flavour:
     version_tag: VersionTag = VersionTag.NONE
     native: Mapping[FinishReason, str]
     queued_message: str = ""
-    empty_routes: EmptyRoutes = EmptyRoutes.NONE
     empty_logprobs: bool = False
     queued_abort_keeps_keys: bool = True
     routes_start: bool = False
-    bad_start_aborts: bool = False
     paused_calls: PausedCalls = PausedCalls.PARK
     abort_by_prefix: bool = False
     logprobs: Logprobs = Logprobs.RAW
     pause_modes: tuple[PauseMode, ...] = (PauseMode.ABORT,)
     routes_switch: RoutesSwitch = RoutesSwitch.ENGINE
-    stream_modes: tuple[StreamMode, ...] = (StreamMode.FINAL,)
+    stream_modes: tuple[StreamMode, ...] = (StreamMode.FINAL, StreamMode.CUMULATIVE)
     zero_budget: Refusal = Refusal.ERROR
     empty_prompt: Refusal = Refusal.ERROR
     seeded: bool = True
@@ -156,7 +145,6 @@ def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
     shown = (ReplyKey.SPANS,) if flavour.shows_spans else ()
     always = (ReplyKey.SPANS,) if flavour.version_tag is VersionTag.SPANS_AND_LAST else ()
     empty = (ReplyKey.LOGPROBS,) if flavour.empty_logprobs else ()
-    captured = (ReplyKey.ROUTES,) if flavour.empty_routes is EmptyRoutes.CAPTURED else ()
     whole = (ReplyKey.LOGPROBS, ReplyKey.ROUTES, *shown, ReplyKey.CACHED)
     return EngineTerms(
         max_length=max_length,
@@ -166,22 +154,16 @@ def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
         stream_modes=flavour.stream_modes,
         routes_switch=flavour.routes_switch,
         routes_start=flavour.routes_start,
-        bad_start=_bad_start(flavour),
+        bad_start=Refusal.ERROR if flavour.routes_start else Refusal.IGNORED,
         zero_budget=flavour.zero_budget,
         empty_prompt=flavour.empty_prompt,
         abort_by_prefix=flavour.abort_by_prefix,
         seeded=flavour.seeded,
         keys_finished=whole,
         keys_aborted=whole,
-        keys_early=(*empty, *captured, *always, ReplyKey.CACHED),
+        keys_early=(*empty, *always, ReplyKey.CACHED) if flavour.queued_abort_keeps_keys else (*empty, *always),
         keys_queued=(*empty, *always),
     )
-
-
-def _bad_start(flavour: Flavour) -> Refusal:
-    if not flavour.routes_start:
-        return Refusal.IGNORED
-    return Refusal.ABORT if flavour.bad_start_aborts else Refusal.ERROR
 
 
 def flavour_named(name: str) -> Flavour:
@@ -217,16 +199,15 @@ def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
         version_tag=tag,
         native=_PLAIN,
         queued_message="Abort in waiting queue",
-        empty_routes=EmptyRoutes.CAPTURED,
         empty_logprobs=True,
         queued_abort_keeps_keys=False,
         routes_start=True,
-        bad_start_aborts=True,
         abort_by_prefix=True,
         logprobs=Logprobs.TEMPERATURE_SCALED,
         pause_modes=_SGLANG_MODES,
         routes_switch=RoutesSwitch.REQUEST,
         stream_modes=(StreamMode.FINAL, StreamMode.CUMULATIVE),
+        zero_budget=Refusal.EMPTY,
         seeded=False,
     )
 

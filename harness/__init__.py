@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from rollproof.subjects import ReplaySubject as ReplaySubject
     from rollproof.subjects import RolloutSubject as RolloutSubject
     from rollproof.suites import BatchConformance as BatchConformance
+    from rollproof.suites import EngineConformance as EngineConformance
     from rollproof.suites import ReplayConformance as ReplayConformance
     from rollproof.suites import ReplayLayoutConformance as ReplayLayoutConformance
     from rollproof.suites import RolloutConformance as RolloutConformance
@@ -92,7 +93,7 @@ _HOMES = {
     "replay.layouts.subject": ("LayoutSubject", "layout_function"),
     "report": ("Report",),
     "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
-    "suites": ("BatchConformance", "ReplayConformance", "ReplayLayoutConformance", "RolloutConformance", "conformance"),
+    "suites": ("BatchConformance", "EngineConformance", "ReplayConformance", "ReplayLayoutConformance", "RolloutConformance", "conformance"),
     "trace": ("PauseMode", "Trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -112,6 +113,7 @@ __all__ = [
     "Contract",
     "ContractError",
     "EngineCall",
+    "EngineConformance",
     "EngineOutput",
     "EngineSubject",
     "ExpectationError",

@@ -31,6 +31,7 @@ from rollproof.witnesses import drop_witnesses
 
 __all__ = [
     "BatchConformance",
+    "EngineConformance",
     "ReplayConformance",
     "ReplayLayoutConformance",
     "RolloutConformance",
@@ -194,6 +195,28 @@ class ReplayLayoutConformance(_Conformance):
     _about: ClassVar[str] = "layouts"
 
 
+class EngineConformance(_Conformance):
+    """As ``RolloutConformance``, for a rollout engine, real or fake. The engine is started once per session::
+
+        class TestVllm(rollproof.EngineConformance):
+            engine = "vllm"
+
+    ``engine`` is a name that ``rollproof verify --engine`` knows, ``model`` the folder of a MoE checkpoint (default: a tiny random one).
+    An engine of your own is a ``subject``: a function that returns a ``rollproof.engines.conformance.EngineTarget``.
+    """
+
+    _about: ClassVar[str] = "engines"
+    engine: ClassVar[str | None] = None
+    model: ClassVar[str | Path | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if cls.engine is not None and "subject" not in cls.__dict__:
+            from rollproof.engines.doors import EngineChoice
+
+            cls.subject = EngineChoice(engine=cls.engine, model=cls.model)
+        super().__init_subclass__(**kwargs)
+
+
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Make one item per check of a function that carries a suite (called by the plugin while pytest collects)."""
     suite = _suite(metafunc.function, metafunc.cls)
@@ -201,7 +224,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         return
     only = suite.only or metafunc.config.stash[STATE].settings.only
     registry = default_registry()
-    ids = [check.id for check in (registry.select(only) if only else registry) if check.about == suite.about]
+    ids = [check.id for check in (registry.select(only) if only else registry) if check.judges(suite.about)]
     metafunc.parametrize("check", [pytest.param(check_id, id=check_id, marks=pytest.mark.rollproof) for check_id in ids])
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.errors import UsageError
+from rollproof.progress import Progress
 from rollproof.report import Report
 from rollproof.subjects import SubjectFactory
 
@@ -31,6 +32,7 @@ class Asked:
     expected: Mapping[str, str] = field(default_factory=dict)
     recipe: Mapping[str, Any] | None = None
     witness_dir: Path | None = None
+    progress: Callable[[Progress], None] | None = None
 
 
 def _batches(factory: SubjectFactory, asked: Asked) -> Report:
@@ -62,7 +64,18 @@ def _layouts(factory: SubjectFactory, asked: Asked) -> Report:
     )
 
 
-TOPICS: Mapping[str, Callable[[SubjectFactory, Asked], Report]] = {"batches": _batches, "replay": _replay, "layouts": _layouts}
+def _engines(factory: SubjectFactory, asked: Asked) -> Report:
+    from rollproof.engines.doors import judge_engine
+
+    return judge_engine(factory, asked)
+
+
+TOPICS: Mapping[str, Callable[[SubjectFactory, Asked], Report]] = {
+    "batches": _batches,
+    "replay": _replay,
+    "layouts": _layouts,
+    "engines": _engines,
+}
 
 
 def topic_of(factory: SubjectFactory) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rollproof.contract import Contract, KvPolicy, LayerAxis, Logprobs
+from rollproof.contract import Contract, KvPolicy, LayerAxis, Logprobs, Rows
 from rollproof.invariants.fold import Fold
 from rollproof.records import EngineOutput, IntArray
 from rollproof.trace import Call, Reference, Reply, Result, Weights
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rollproof.checks import Collector
     from rollproof.judge import JudgeContext
 
-__all__ = ["NEAR_TIE", "TOLERANCE", "Fit", "Mask", "PerReply", "fit_of", "moe_rows", "readable"]
+__all__ = ["NEAR_TIE", "TOLERANCE", "Fit", "Mask", "PerReply", "captured_rows", "fit_of", "moe_rows", "readable"]
 
 TOLERANCE = 1e-4
 """Nats within which two float32 forwards agree; measured between vLLM and transformers on one machine: 1e-5 at most."""
@@ -54,8 +54,9 @@ def fit_of(contract: Contract, sent: int, output: EngineOutput, reference: Refer
     rows = doubtful_rows = np.zeros(0, dtype=bool)
     tie = np.inf
     if readable(contract, output):
-        wrong, close = _differing(contract, output, reference)
-        rows = np.zeros(len(output.routes) if output.routes is not None else 0, dtype=bool)
+        captured = captured_rows(contract, output)
+        wrong, close = _differing(contract, captured, output.routes_start, reference)
+        rows = np.zeros(len(captured), dtype=bool)
         rows[: len(wrong)] = ~wrong.any(axis=1)
         flips = np.flatnonzero(close.any(axis=1))
         tie = output.routes_start + int(flips[0]) if len(flips) else np.inf
@@ -76,19 +77,26 @@ def readable(contract: Contract, output: EngineOutput) -> bool:
     return contract.has_routes and routes is not None and bool(len(routes)) and routes.shape[1:] == (contract.route_layers, contract.top_k)
 
 
+def captured_rows(contract: Contract, output: EngineOutput) -> IntArray:
+    """The rows that a forward computed: all, or all but the filler at the end."""
+    assert output.routes is not None
+    return output.routes[:-1] if contract.rows is Rows.ALL else output.routes
+
+
 def moe_rows(contract: Contract, routes: IntArray) -> IntArray:
     """An engine's rows on the MoE layers only: ``(rows, moe layers, top_k)``."""
     return routes if contract.layer_axis is LayerAxis.MOE else routes[:, list(contract.moe_layers or ())]
 
 
-def _differing(contract: Contract, output: EngineOutput, reference: Reference) -> tuple[Mask, Mask]:
-    """Cells whose sets of experts differ: where rounding is no reason, and where a near-tie may be one; ``(rows, moe layers)`` each."""
-    assert output.routes is not None
+def _differing(contract: Contract, captured: IntArray, start: int, reference: Reference) -> tuple[Mask, Mask]:
+    """Cells whose sets of experts differ: where rounding is no reason, and where a near-tie may be one; ``(rows, moe layers)`` each.
+
+    Compares as many rows as the reference has; what an engine returned beyond that was never forwarded.
+    """
     moe = list(contract.moe_layers or ())
-    start, stop = output.routes_start, output.routes_start + len(output.routes)
-    want = reference.routes[start:stop, moe].astype(np.int64)
-    got = moe_rows(contract, output.routes)[: len(want)].astype(np.int64)
-    close = reference.margins[start:stop, moe] < NEAR_TIE
+    want = reference.routes[start : start + len(captured), moe].astype(np.int64)
+    got = moe_rows(contract, captured)[: len(want)].astype(np.int64)
+    close = reference.margins[start : start + len(captured), moe] < NEAR_TIE
     differs = (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2)
     return differs & ~close, differs & close
 

@@ -247,6 +247,11 @@ class _Identity(PerReply):
         return [self.contract.layer_of_column(int(column)) for column in np.flatnonzero(differs)]
 
 
+def _streams(contract: Contract) -> str | None:
+    offered = contract.engine is not None and set(contract.engine.stream_modes) != {StreamMode.FINAL}
+    return None if offered else "the engine declares that it streams nothing but the whole reply"
+
+
 def _tagged(contract: Contract) -> str | None:
     return None if contract.versions is Versions.SPAN else f"the contract declares versions='{contract.versions}', not spans"
 
@@ -289,6 +294,7 @@ CHECKS: tuple[Check, ...] = (
         promise="The chunks of a stream make the reply: every token once, one end, the routes on the last chunk.",
         needs="Chunk events and the reply of a streamed call",
         exercised_by=("cumulative streams", "delta streams"),
+        applies=_streams,
         about="engines",
     )(_Stream),
     trace_check(

@@ -180,6 +180,7 @@ def _judged(target: Target, settings: Settings, progress: Callable[[Progress], N
             expected=expected or {},
             recipe=target.recipe,
             witness_dir=settings.witness_dir / folder_name(target.folder),
+            progress=progress,
         )
         return judge_topic(target.about, target.factory, asked)
     own = target.cases is not None and not settings.flavours

@@ -17,7 +17,7 @@ from rollproof.subjects import SubjectFactory
 from rollproof.telling import told
 from rollproof.topics import ROLLOUTS, TOPICS, topic_of
 
-__all__ = ["Target", "references", "stack_targets", "subject_target", "target_of_recipe"]
+__all__ = ["Target", "engine_target", "references", "stack_targets", "subject_target", "target_of_recipe"]
 
 
 _THINNED = 25
@@ -125,11 +125,21 @@ def subject_target(spec: str, about: str | None = None, option: str = "--subject
     return _with_wishes(name=path, factory=found, recipe=recipe, about=kind)
 
 
+def engine_target(name: str, model: str | None) -> Target:
+    """A rollout engine by name. Raises ``UsageError`` listing the names where there is none."""
+    from rollproof.engines.doors import EngineChoice
+
+    recipe = {"engine": name, **({} if model is None else {"model": model})}
+    return Target(name=name, factory=EngineChoice(engine=name, model=model), recipe=recipe, about="engines")
+
+
 def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     """The subject that a trace's header says it was made from. Raises ``UsageError`` where the recipe is of no known kind."""
     if isinstance(recipe.get("subject"), str):
         about = recipe.get("about")
         return subject_target(recipe["subject"], about if about in TOPICS else None)
+    if isinstance(recipe.get("engine"), str):
+        return engine_target(recipe["engine"], recipe.get("model"))
     if isinstance(recipe.get("stack"), str):
         version, part = recipe.get("version"), recipe.get("part")
         spec = recipe["stack"] + (f"=={version}" if version else "")

@@ -12,7 +12,7 @@ from rollproof.checks import default_registry
 from rollproof.cli.jobs import Settings, judge_all, processors
 from rollproof.cli.options import JsonTarget, Only, ProfileName, Seed, Verbose, WitnessDir
 from rollproof.cli.output import Meter, Output
-from rollproof.cli.targets import Target, references, stack_targets, subject_target
+from rollproof.cli.targets import Target, engine_target, references, stack_targets, subject_target
 from rollproof.console import Style, report_lines, summary_text
 from rollproof.errors import UsageError
 from rollproof.expected import ExpectedFailures, Outcome
@@ -29,6 +29,12 @@ def verify(
     ] = None,
     part: Annotated[list[str] | None, typer.Option("--part", metavar="NAME", help="Only this part of the stack; may be repeated.")] = None,
     subject: Annotated[str | None, typer.Option("--subject", metavar="MODULE:FACTORY", help="Judge a subject of your own.")] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", metavar="NAME", help="Judge a rollout engine: vllm, sglang (installed here), fake-FLAVOUR.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="PATH", help="MoE checkpoint for --engine; default: a tiny random one.")
+    ] = None,
     flavour: Annotated[
         list[str] | None, typer.Option("--flavour", metavar="NAME", help="Only this engine flavour; may be repeated.")
     ] = None,
@@ -47,7 +53,8 @@ def verify(
 ) -> int:
     """Judge a stack's rollout code on fake engines: every abort, resume and weight update of a small scope, then random ones.
 
-    Without --stack or --subject it judges the reference resume managers that rollproof ships: all of them must pass.
+    With --engine it judges a rollout engine itself: rows, logprobs and versions against an independent forward.
+    Without --stack, --subject or --engine it judges the reference resume managers that rollproof ships: all of them must pass.
     """
     output = Output(json_target)
     check_folder(witness_dir)
@@ -55,7 +62,7 @@ def verify(
     registry = default_registry()
     ids = registry.select(only).ids if only else registry.ids
     listed = _listed(expected, accept=accept)
-    title, targets = _targets(stack, part, subject)
+    title, targets = _engine(engine, model, stack, subject, flavour) or _targets(stack, part, subject)
     settings = Settings(
         profile=profile,
         seed=seed,
@@ -79,6 +86,23 @@ def verify(
     output.json(_json(whole, reports))
     stale = _settle(output, listed, reports, accept=accept)
     return output.ended(ExitCode.FAIL if stale else whole.exit_code)
+
+
+def _engine(
+    engine: str | None, model: Path | None, stack: str | None, subject: str | None, flavours: list[str] | None
+) -> tuple[str, list[Target]] | None:
+    """The engine that is named; ``None`` where none is."""
+    if engine is None:
+        if model is not None:
+            raise UsageError("--model is the checkpoint that an engine is judged on: give --engine too.")
+        return None
+    if stack is not None or subject is not None:
+        raise UsageError("Give --engine, --stack or --subject: one run judges one of them.")
+    if flavours:
+        raise UsageError(
+            "--flavour chooses fake engines below a stack: an engine's own flavour is fixed (--engine fake-FLAVOUR is a fake)."
+        )
+    return engine, [engine_target(engine, None if model is None else str(model))]
 
 
 def _targets(stack: str | None, parts: list[str] | None, subject: str | None) -> tuple[str, list[Target]]:
