@@ -11,7 +11,7 @@ from typing import Any
 
 import rollproof
 from rollproof.fakes import failures
-from rollproof.fakes.flavours import FLAVOURS, EmptyRoutes, Flavour, PausedCalls, VersionTag
+from rollproof.fakes.flavours import FLAVOURS, Flavour, PausedCalls, VersionTag
 
 __all__ = ["api_page"]
 
@@ -85,10 +85,7 @@ def _dtypes(flavour: Flavour) -> str:
 
 
 def _empty_abort(flavour: Flavour) -> str:
-    parts = ["rows of what was prefilled" if flavour.empty_routes is EmptyRoutes.CAPTURED else "no rows"]
-    if not flavour.queued_abort_keeps_keys:
-        parts[0] += " (none where it was still queued)"
-    parts.append("logprobs of length 0" if flavour.empty_logprobs else "`logprobs=None`")
+    parts = ["no rows", "logprobs of length 0" if flavour.empty_logprobs else "`logprobs=None`"]
     if flavour.version_tag is VersionTag.SPANS_AND_LAST:
         parts.append("one empty span")
     return ", ".join(parts)

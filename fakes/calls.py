@@ -10,7 +10,7 @@ import numpy as np
 
 from rollproof.contract import Filler, LayerAxis, Rows
 from rollproof.fakes.coded import CodedPolicy, State
-from rollproof.fakes.flavours import EmptyRoutes, Flavour, Recompute, VersionTag
+from rollproof.fakes.flavours import Flavour, Recompute, VersionTag
 from rollproof.fakes.kv import KeySpan, Kv, as_spans, clipped, key_of
 from rollproof.records import EngineOutput, FinishReason, IntArray, Span, Version
 from rollproof.trace import Reply
@@ -105,7 +105,7 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
     keys = [KeySpan(start + low, start + high, key, frozenset()) for low, high, key in _stretches(call.keys, count)]
     labels = tuple(Span(start=low, end=high, version=version) for low, high, version in _joined(_stretches(call.labels, count)))
     rows = call.rows()
-    bare = not call.running and not flavour.queued_abort_keeps_keys
+    bare = not call.decoding and not flavour.queued_abort_keeps_keys
     logprobs = None
     if call.want_logprobs and (count or flavour.empty_logprobs):
         logprobs = policy.logprobs_spans([(one.start, one.stop, one.key) for one in keys], call.ids, start, stop)
@@ -119,7 +119,7 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
         spans=_shown_spans(flavour, labels, label),
         cached_tokens=None if bare else call.cached,
         native=flavour.native[reason],
-        message=flavour.queued_message if reason is FinishReason.ABORT and not call.running else "",
+        message=flavour.queued_message if reason is FinishReason.ABORT and not call.decoding else "",
     )
     return Reply(
         call_id=call.call_id,
@@ -129,7 +129,7 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
     )
 
 
-def empty_abort(call_id: int, flavour: Flavour, label: Version, *, want_logprobs: bool, message: str = "") -> Reply:
+def empty_abort(call_id: int, flavour: Flavour, label: Version, *, want_logprobs: bool) -> Reply:
     """The reply to a call that was turned away: an abort of zero tokens."""
     output = EngineOutput(
         token_ids=(),
@@ -139,7 +139,6 @@ def empty_abort(call_id: int, flavour: Flavour, label: Version, *, want_logprobs
         version=_shown_version(flavour, (), label, label),
         spans=_shown_spans(flavour, (), label),
         native=flavour.native[FinishReason.ABORT],
-        message=message,
     )
     return Reply(call_id=call_id, output=output, true_tokens=(), true_rows=())
 
@@ -156,10 +155,7 @@ def handed(output: EngineOutput) -> EngineOutput:
 def _routes(call: EngineCall, rows: list[KeySpan], policy: CodedPolicy, flavour: Flavour) -> IntArray | None:
     """``(rows, layers, top_k)`` from ``routes_start`` on; ``None`` where the engine holds too little to answer."""
     held = rows[-1].stop if rows else 0
-    if call.sampled:
-        if held < len(call.ids) - 1:
-            return None
-    elif flavour.empty_routes is EmptyRoutes.NONE:
+    if not call.sampled or held < len(call.ids) - 1:
         return None
     start = min(call.routes_start, held)
     routes = policy.routes_spans([(one.start, one.stop, one.key) for one in rows], call.ids, start, held)

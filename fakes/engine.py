@@ -268,18 +268,17 @@ class FakeEngine:
         if tokens is not None and tokens < 1:
             raise BadCall(f"max_tokens must be at least 1, not {tokens}.")
         bad_start = self.flavour.routes_start and not 0 <= call.routes_start <= length
-        problem = f"routes_start must be 0 to {length}, the length of the prompt, not {call.routes_start}." if bad_start else ""
-        if problem and not self.flavour.bad_start_aborts:
-            raise BadCall(problem)
+        if bad_start:
+            raise BadCall(f"routes_start must be 0 to {length}, the length of the prompt, not {call.routes_start}.")
         rejected = self._hooks.rejects(call.request_id)
         if rejected:
             self._recorder.record(Fault(what="reject", server_id=self.server_id, call_id=call.call_id))
         if self.paused and self.flavour.paused_calls is PausedCalls.RAISE:
             raise EnginePaused(f"Server {self.server_id} is paused.")
         closed = self.paused and self.flavour.paused_calls is PausedCalls.REJECT
-        if not (problem or rejected or closed):
+        if not (rejected or closed):
             return None
-        return empty_abort(call.call_id, self.flavour, self.label, want_logprobs=call.want_logprobs, message=problem)
+        return empty_abort(call.call_id, self.flavour, self.label, want_logprobs=call.want_logprobs)
 
     def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
         length = len(call.prompt_ids)
