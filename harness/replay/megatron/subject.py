@@ -13,6 +13,7 @@ from rollproof.errors import RouterError, RoutesError, UsageError
 from rollproof.records import IntArray, Rollout
 from rollproof.replay.events import Action, Outcome, Step
 from rollproof.replay.layouts.mesh import Rank
+from rollproof.replay.megatron.batches import dealt, lengths_of
 from rollproof.replay.megatron.plain import reference_losses
 from rollproof.replay.megatron.setups import UNSUPPORTED, Setup, setup_named
 from rollproof.replay.megatron.weights import gate_name, whole_gradients
@@ -163,10 +164,7 @@ class MegatronTrainer:
         out: dict[str, IntArray] = {}
         layout = self.setup.layout(self.setup.width(step))
         for dp in range(self.setup.dp):
-            for number, samples in enumerate(step.microbatches):
-                mine = samples[dp :: self.setup.dp]
-                if not mine:
-                    continue
+            for number, mine in enumerate(dealt(self.setup, step, dp)):
                 pieces: dict[tuple[Rank, int], dict[int, IntArray]] = {
                     (replace(answer.rank, dp=0), chunk): layers
                     for answer in answers
@@ -174,6 +172,7 @@ class MegatronTrainer:
                     for (microbatch, chunk), layers in answer.recorded.items()
                     if microbatch == number
                 }
-                whole = layout.merge(pieces, [one.total for one in mine])
-                out |= {one.request_id: rows[:-1] for one, rows in zip(mine, whole, strict=True)}
+                samples = [sample for _, sample in mine]
+                whole = layout.merge(pieces, lengths_of(samples))
+                out |= {one.request_id: rows[:-1] for one, rows in zip(samples, whole, strict=True) if one is not None}
         return out

@@ -68,7 +68,7 @@ def values_of(name: str, number: int, shape: Sequence[int]) -> npt.NDArray[np.fl
     values = _noise(name, 0, shape)
     if number > 0:
         values = values + _noise(name, number, shape)
-    return 1 + values / 2 if name.endswith("norm.weight") else values
+    return (1 + values / 2).astype(np.float32) if name.endswith("norm.weight") else values
 
 
 def _noise(name: str, number: int, shape: Sequence[int]) -> npt.NDArray[np.float32]:

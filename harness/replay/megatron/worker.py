@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from rollproof.errors import RouterError
 from rollproof.event import Event
-from rollproof.records import IntArray, Rollout
+from rollproof.records import IntArray
 from rollproof.replay.events import Action, Purpose, Step
-from rollproof.replay.layouts.layout import Layout
 from rollproof.replay.layouts.mesh import Rank
+from rollproof.replay.megatron.batches import Batch, batches
 from rollproof.replay.megatron.model import Chunks, build, parallel
 from rollproof.replay.megatron.setups import Setup
 from rollproof.replay.megatron.standin import cpu_megatron
@@ -121,7 +121,7 @@ class _Pass:
         self.spy = spy
         self.in_place = in_place
         self.answer = Answer(rank=rank, events=spy.events)
-        self.batches = _batches(setup, step, rank)
+        self.batches = batches(setup, step, rank)
         self._running: tuple[int, bool] = (0, True)  # microbatch, and whether it is in its forward pass
 
     def run(self) -> Answer:
@@ -206,12 +206,9 @@ class _Pass:
         if self.in_place is not None:
             return self.in_place[number, chunk]
         batch = self.batches[number]
-        payloads = [one.routes for one in batch.samples if one is not None and one.routes is not None]
-        whole = iter(payloads)
         empty = np.zeros((0, batch.layout.columns, self.setup.top_k), dtype=np.int64)
-        return batch.layout.targets(
-            [empty if one is None else next(whole) for one in batch.samples], self.rank, chunk, lengths=batch.lengths
-        )
+        payloads = [empty if one is None or one.routes is None else one.routes for one in batch.samples]
+        return batch.layout.targets(payloads, self.rank, chunk, lengths=batch.lengths)
 
     def _act(self, action: str, chunk: int) -> None:
         from megatron.core.transformer.moe.router_replay import RouterReplayAction
@@ -219,7 +216,7 @@ class _Pass:
         for router in self.chunks.routers[chunk].values():
             router.router_replay.set_router_replay_action(RouterReplayAction[action])
 
-    def _loss(self, losses: Any, batch: _Batch) -> tuple[Any, Any, Any]:
+    def _loss(self, losses: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """The sum over response tokens, their number (which nothing divides by), and what the schedule is to return."""
         import torch
 
@@ -243,76 +240,6 @@ class _Pass:
                 self.spy.routed(layer, chosen, tokens=self.batches[number].rows, microbatch=number)
 
         return told
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Batch:
-    """One microbatch as one rank has it: arrays ``(samples, width / cp)``.
-
-    ``samples`` are those of this data-parallel rank, ``None`` where it has fewer than others; ``numbers`` their index in the step.
-    ``predicted`` is the position of the response token that a place predicts, -1 where none; ``rows`` ``(rows,)`` are the input
-    tokens of the rows that this rank's routers see, in their order, -1 in padding.
-    """
-
-    samples: tuple[Rollout | None, ...]
-    numbers: tuple[int, ...]
-    layout: Layout
-    ids: IntArray
-    positions: IntArray
-    labels: IntArray
-    predicted: IntArray
-    rows: IntArray
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sample."""
-        return [0 if one is None else one.total for one in self.samples]
-
-
-def _batches(setup: Setup, step: Step, rank: Rank) -> list[_Batch]:
-    """The microbatches of a step as ``rank`` has them. All are of one width: pipeline ranks exchange buffers of a fixed shape."""
-    width = setup.width(step)
-    first, out = 0, []
-    per_rank = max(1, *(-(-len(samples) // setup.dp) for samples in step.microbatches))
-    for samples in step.microbatches:
-        numbered = list(enumerate(samples, first))[rank.dp :: setup.dp]
-        first += len(samples)
-        missing = per_rank - len(numbered)
-        out.append(
-            _batch(setup, rank, width, [number for number, _ in numbered] + [-1] * missing, [one for _, one in numbered] + [None] * missing)
-        )
-    return out
-
-
-def _batch(setup: Setup, rank: Rank, width: int, numbers: list[int], samples: list[Rollout | None]) -> _Batch:
-    ids = np.full((len(samples), width), -1, dtype=np.int64)
-    predicted = np.full((len(samples), width), -1, dtype=np.int64)
-    for i, sample in enumerate(samples):
-        if sample is not None:
-            tokens = sample.prompt_ids + sample.response_ids
-            ids[i, : len(tokens)] = tokens
-            # The place of token p predicts token p + 1.
-            responses = np.arange(max(1, len(sample.prompt_ids)), len(tokens))
-            predicted[i, responses - 1] = responses
-    labels = np.roll(np.maximum(ids, 0), -1, axis=1)
-    positions = np.broadcast_to(np.arange(width, dtype=np.int64), ids.shape)
-    if setup.cp > 1:
-        # Each rank holds one chunk from the front and its mirror image from the back, so that causal attention costs all the same.
-        chunks = np.split(np.arange(width), 2 * setup.cp)
-        kept = np.concatenate([chunks[rank.cp], chunks[-1 - rank.cp]])
-        ids, predicted, labels, positions = (array[:, kept] for array in (ids, predicted, labels, positions))
-    # Hidden states are (sequence, batch, hidden): rows are sequence-major, and sequence parallelism divides them in order.
-    rows = np.split(ids.T.reshape(-1), setup.tp)[rank.tp]
-    return _Batch(
-        samples=tuple(samples),
-        numbers=tuple(numbers),
-        layout=setup.layout(width),
-        ids=np.ascontiguousarray(np.maximum(ids, 0)),
-        positions=np.ascontiguousarray(positions),
-        labels=np.ascontiguousarray(labels),
-        predicted=predicted,
-        rows=rows,
-    )
 
 
 def _refuse_unsupported(config: Any) -> None:
