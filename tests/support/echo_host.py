@@ -45,7 +45,7 @@ class EchoHost(Host):
 
     async def do_child(self) -> int:
         """Start a process that outlives its parent unless somebody ends it."""
-        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid  # noqa: ASYNC220 - a start takes no time worth a thread
 
     async def do_share(self) -> str:
         """Make shared memory that nobody tracks, as a killed process leaves it."""
@@ -54,7 +54,7 @@ class EchoHost(Host):
         memory = shared_memory.SharedMemory(create=True, size=64)
         resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
         self.kept = memory
-        return f"/dev/shm/{memory.name}"
+        return f"/dev/shm/{memory.name}"  # noqa: S108 - shared memory, no temporary file
 
 
 if __name__ == "__main__":
