@@ -6,32 +6,36 @@ What the test does not tell (true versions, admissions) stays absent, and the ch
 
 from __future__ import annotations
 
-import functools
-import inspect
+import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rollproof.arguments import as_expected, as_names
+from rollproof.attribution import Owners
 from rollproof.canary import plants, try_canary
 from rollproof.checks import Registry, Verdict, default_registry
 from rollproof.console import check_lines, summary_text, text_of
 from rollproof.contract import Contract
-from rollproof.errors import ConformanceError, ExpectationError, SubjectError, UsageError
+from rollproof.errors import ConformanceError, ExpectationError, RollproofError, SubjectError, TraceError, UsageError
+from rollproof.files import check_target
 from rollproof.judge import judge
-from rollproof.records import EngineOutput, Request, Rollout, Scalar, Version
+from rollproof.records import EngineOutput, Request, Rollout, Scalar, Version, as_tokens
 from rollproof.report import Report
 from rollproof.scenarios import Scenarios
+from rollproof.soundness import sound_output, sound_request, sound_rollout
+from rollproof.store.values import show
+from rollproof.store.wire import misfit_of
 from rollproof.telling import told
 from rollproof.trace import (
     Abort,
     Call,
     Event,
+    Fault,
     Header,
     Observation,
     Pause,
@@ -44,18 +48,18 @@ from rollproof.trace import (
     Trace,
     Weights,
 )
+from rollproof.wrapping import Watched, check_wrapping, wrapped
 
 __all__ = ["EngineCall", "Recording", "record"]
-
-_CURRENT: ContextVar[str | None] = ContextVar("rollproof_recorded_request", default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCall:
     """What a call of the user's engine asks for.
 
-    ``request_id`` may be left out: the innermost recorded rollout is meant, else the open request whose prompt is the
-    longest prefix of ``prompt_ids``.
+    ``request_id`` may be left out: the rollout in whose context the call is made is meant, else the open request that sends these
+    ``prompt_ids`` next, or whose prompt is the longest prefix of them. Where that leaves several (equal prompts, and calls from
+    threads of an executor), none of them is judged: give the id.
     """
 
     prompt_ids: tuple[int, ...]
@@ -90,7 +94,8 @@ def record(
             run = trace.rollout(client.generate, to_request=..., to_record=...)
             await run(prompt_ids)
 
-    An exception of the block itself passes unchanged; what was recorded until then is saved, not judged.
+    An exception of the block itself passes unchanged; what was recorded until then is saved, not judged. Raises ``UsageError`` where
+    ``save`` cannot be written to, before the block, and at its end for requests that were submitted and never ended.
     """
     return Recording(contract, name=name, engine=engine, only=only, expected=expected, save=save, on_report=on_report)
 
@@ -111,17 +116,22 @@ class Recording:
     ) -> None:
         if not isinstance(contract, Contract):
             raise UsageError(f"record() takes the Contract that the stack promises, not {type(contract).__name__}.")
+        if engine is not None and not isinstance(engine, Contract):
+            raise UsageError(f"record() takes the engines' Contract as `engine`, not {type(engine).__name__}.")
+        if not isinstance(name, str):
+            raise UsageError(f"record() takes text as `name`, not {type(name).__name__}.")
         registry = default_registry()
-        self._registry = registry.select(only) if (only := tuple(only)) else registry
-        self._expected = dict(expected or {})
-        for check_id in self._expected:
-            registry[check_id]  # raises for an id that does not exist
+        chosen = as_names(only, "only")
+        self._registry = registry.select(chosen) if chosen else registry
+        self._expected = as_expected(expected)
         self._header = Header(subject=name, contract=contract, engine=engine, profile="recorded")
         self._save = None if save is None else Path(save)
+        if self._save is not None:
+            check_target(self._save)
         self._on_report = on_report
         self._lock = threading.Lock()
-        self._open: dict[str, Request] = {}
-        self._submitted = 0
+        self._owners = Owners()
+        self._submitted: set[str] = set()
         self._calls = 0
         start = time.monotonic()
         self._recorder = Recorder(lambda: time.monotonic() - start)
@@ -141,23 +151,30 @@ class Recording:
 
     def submit(self, request: Request) -> None:
         """A caller hands ``request`` to the stack."""
+        request = sound_request(request, "The caller of submit()")
         with self._lock:
-            if request.request_id in self._open:
+            if request.request_id in self._owners:
                 raise UsageError(f"Request {request.request_id!r} is already open: give each rollout an id of its own.")
-            self._open[request.request_id] = request
-            self._submitted += 1
-        self._add(Submit(request=request))
+            self._owners.begin(request)
+            self._submitted.add(request.request_id)
+            self._recorder.record(Submit(request=request))
 
     def result(self, rollout: Rollout | None = None, *, request_id: str | None = None, error: str | None = None) -> None:
         """A request has ended: with a sample, with an error, or dropped (neither given)."""
+        if rollout is not None:
+            rollout = sound_rollout(rollout, "The caller of result()")
         ended = rollout.request_id if rollout is not None else request_id
         if ended is None:
             raise UsageError("result() needs a rollout, or the request_id of the request that ended without one.")
+        event = Result(request_id=ended, rollout=rollout, error=error)
+        _refuse_misfit(event, "result()")
         with self._lock:
-            if ended not in self._open and not self._submitted:
-                raise UsageError(f"Request {ended!r} ends but was never submitted: call submit() first.")
-            self._open.pop(ended, None)
-        self._add(Result(request_id=ended, rollout=rollout, error=error))
+            if ended not in self._submitted:
+                raise UsageError(
+                    f"Request {ended!r} ends but was never submitted: call submit() first. Open are {list(self._owners.ids)[:9] or 'none'}."
+                )
+            self._owners.end(ended)
+            self._recorder.record(event)
 
     def rollout(
         self, function: Callable[..., Any], *, to_request: Callable[..., Request], to_record: Callable[[Any], Rollout]
@@ -168,18 +185,17 @@ class Recording:
         says that the sample was dropped). An exception is recorded as the request's end and goes on to the caller.
         """
 
-        def begin(*args: Any, **kwargs: Any) -> _Watched:
-            request = to_request(*args, **kwargs)
-            if not isinstance(request, Request):
-                raise SubjectError(f"to_request must return a Request, not {type(request).__name__}.")
+        def begin(*args: Any, **kwargs: Any) -> Watched:
+            request = sound_request(to_request(*args, **kwargs), "to_request")
             self.submit(request)
-            return _Watched(
+            return Watched(
                 take=lambda native: self._ended(request, native, to_record),
                 fail=lambda error: self.result(request_id=request.request_id, error=told(error)),
                 request_id=request.request_id,
             )
 
-        return _wrapped(function, begin)
+        check_wrapping("rollout()", function, to_request=to_request, to_record=to_record)
+        return wrapped(function, begin)
 
     def engine(
         self, function: Callable[..., Any], *, to_call: Callable[..., EngineCall], to_output: Callable[[Any], EngineOutput]
@@ -187,54 +203,92 @@ class Recording:
         """Wrap the function by which the stack calls an engine, sync or async, so that calls and replies are recorded.
 
         ``to_call`` is called with the arguments of the call, ``to_output`` with what the engine returned. A call that raises or is
-        cancelled stays without a reply: its outcome is unknown to the caller.
+        cancelled stays without a reply: its outcome is unknown to the caller, and it excuses the error that its request may end with.
         """
 
-        def begin(*args: Any, **kwargs: Any) -> _Watched:
+        def begin(*args: Any, **kwargs: Any) -> Watched:
             call_id = self._called(to_call(*args, **kwargs))
 
             def answered(native: Any) -> None:
-                output = to_output(native)
-                if not isinstance(output, EngineOutput):
-                    raise SubjectError(f"to_output must return an EngineOutput, not {type(output).__name__}.")
-                self._add(Reply(call_id=call_id, output=output))
+                output = sound_output(to_output(native), "to_output")
+                with self._lock:
+                    self._owners.answered(call_id, output.token_ids)
+                    self._recorder.record(Reply(call_id=call_id, output=output))
 
-            return _Watched(take=answered, fail=_ignore)
+            def failed(error: BaseException) -> None:
+                with self._lock:
+                    self._owners.answered(call_id)
+                    self._recorder.record(Fault(what="lost-reply", call_id=call_id, detail=told(error)))
 
-        return _wrapped(function, begin)
+            return Watched(take=answered, fail=failed)
+
+        check_wrapping("engine()", function, to_call=to_call, to_output=to_output)
+        return wrapped(function, begin)
 
     def observation(self, request_id: str, token_ids: Iterable[int]) -> None:
         """The environment appends tokens to a request's sequence."""
-        self._add(Observation(request_id=request_id, token_ids=tuple(token_ids)))
+        ids = as_tokens(token_ids if isinstance(token_ids, list | tuple) or hasattr(token_ids, "tolist") else _listed(token_ids))
+        self._add(Observation(request_id=request_id, token_ids=ids), "observation()")
+        with self._lock:
+            self._owners.extend(request_id, ids)
 
     def weights(self, version: Version, *, server: str = "s0", loaded: bool = True, identity: bool = False, flushed: bool = False) -> None:
         """A server's weights became ``version`` and were published under that label."""
-        self._add(Weights(server_id=server, version=version, label=version, loaded=loaded, identity=identity, flushed=flushed))
+        event = Weights(server_id=server, version=version, label=version, loaded=loaded, identity=identity, flushed=flushed)
+        self._add(event, "weights()")
 
     def pause(self, mode: PauseMode | str = PauseMode.ABORT, *, server: str = "s0", clear_cache: bool = False) -> None:
         """A server acknowledged a pause."""
-        self._add(Pause(server_id=server, mode=PauseMode(mode), clear_cache=clear_cache))
+        if mode not in list(PauseMode):
+            raise UsageError(f"pause() takes one of the modes {[str(each) for each in PauseMode]}, not {show(mode)}.")
+        self._add(Pause(server_id=server, mode=PauseMode(mode), clear_cache=clear_cache), "pause()")
 
     def resume(self, *, server: str = "s0") -> None:
         """A server was resumed."""
-        self._add(Resume(server_id=server))
+        self._add(Resume(server_id=server), "resume()")
 
     def abort(self, wanted: str = "*", *, server: str = "s0") -> None:
         """Somebody asked a server to abort ``wanted`` (a request id, or ``"*"`` for all)."""
-        self._add(Abort(server_id=server, wanted=wanted))
+        self._add(Abort(server_id=server, wanted=wanted), "abort()")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._save is not None:
-            from rollproof.store import dump_trace
-
-            dump_trace(self.recorded, self._save)
-        if error is None:
+        trouble = self._saved()
+        if error is not None:
+            if trouble is not None:
+                error.add_note(f"rollproof: {trouble}")
+            return
+        try:
             self._conclude()
+        except RollproofError as found:
+            if trouble is not None:
+                found.add_note(str(trouble))
+            raise
+        if trouble is not None:
+            raise trouble
 
-    def _add(self, event: Event) -> None:
+    def _saved(self) -> TraceError | None:
+        """Write the trace where it was asked for; why that failed, which must not hide what the block or the checks say."""
+        if self._save is None:
+            return None
+        from rollproof.store import dump_trace
+
+        try:
+            self._save.parent.mkdir(parents=True, exist_ok=True)
+            dump_trace(self.recorded, self._save)
+        except (TraceError, OSError) as error:
+            try:
+                kept = Path(tempfile.mkdtemp(prefix="rollproof-")) / self._save.name
+                dump_trace(self.recorded, kept)
+            except (TraceError, OSError):
+                return TraceError(f"The recorded trace could not be saved: {told(error)}.")
+            return TraceError(f"The recorded trace could not be saved in its place: {told(error)}. It was kept as {kept}.")
+        return None
+
+    def _add(self, event: Event, where: str) -> None:
+        _refuse_misfit(event, where)
         with self._lock:
             self._recorder.record(event)
 
@@ -242,9 +296,7 @@ class Recording:
         if native is None:
             self.result(request_id=request.request_id)
             return
-        rollout = to_record(native)
-        if not isinstance(rollout, Rollout):
-            raise SubjectError(f"to_record must return a Rollout, not {type(rollout).__name__}.")
+        rollout = sound_rollout(to_record(native), "to_record")
         if rollout.request_id != request.request_id:
             raise SubjectError(f"to_record returned the rollout of request {rollout.request_id!r} for request {request.request_id!r}.")
         self.result(rollout)
@@ -252,37 +304,29 @@ class Recording:
     def _called(self, call: EngineCall) -> int:
         if not isinstance(call, EngineCall):
             raise SubjectError(f"to_call must return an EngineCall (rollproof.recording), not {type(call).__name__}.")
+        prompt_ids = as_tokens(call.prompt_ids, what="prompt_ids of to_call's EngineCall")
         with self._lock:
-            self._calls += 1
-            call_id = self._calls
-        self._add(
-            Call(
-                call_id=call_id,
-                request_id=call.request_id or self._request_of(call),
+            owners = (call.request_id,) if call.request_id is not None else self._owners.of(prompt_ids)
+            event = Call(
+                call_id=self._calls + 1,
+                request_id=owners[0] if len(owners) == 1 else "",
                 server_id=call.server_id,
-                prompt_ids=tuple(call.prompt_ids),
+                prompt_ids=prompt_ids,
                 max_tokens=call.max_tokens,
-                sampling=dict(call.sampling or {}),
+                sampling={} if call.sampling is None else call.sampling,
                 media=call.media,
                 want_routes=call.want_routes,
                 want_logprobs=call.want_logprobs,
                 routes_start=call.routes_start,
+                candidates=owners if len(owners) > 1 else (),
             )
-        )
-        return call_id
-
-    def _request_of(self, call: EngineCall) -> str:
-        current = _CURRENT.get()
-        if current in self._open:
-            return str(current)
-        with self._lock:
-            fits = [r for r in self._open.values() if tuple(call.prompt_ids[: len(r.prompt_ids)]) == tuple(r.prompt_ids)]
-        if not fits:
-            raise UsageError(
-                "An engine call cannot be attributed: no open request's prompt begins its prompt_ids. Record the request first (submit or"
-                " rollout), or give `request_id` in the EngineCall."
-            )
-        return max(fits, key=lambda request: len(request.prompt_ids)).request_id
+            misfit = misfit_of(event)
+            if misfit is not None:
+                raise SubjectError(f"to_call returned an unusable EngineCall: {misfit}.")
+            self._calls += 1
+            self._owners.asks(event.call_id, event.request_id)
+            self._recorder.record(replace(event, sampling=dict(event.sampling)))
+        return event.call_id
 
     def _conclude(self) -> None:
         if not self._submitted:
@@ -313,55 +357,19 @@ class Recording:
             raise ConformanceError(f"{self._header.subject}: {summary_text(data)}\n{text_of(failed)}")
         if stale:
             raise ExpectationError(f"Expected to fail, but passing: {', '.join(stale)}. Remove them from `expected`.")
+        if self._owners.ids:
+            raise UsageError(
+                f"Requests {list(self._owners.ids)[:9]} were submitted and never ended within the block, so nothing is known of them: wait"
+                " for them in the block, or tell their end with trace.result(...)."
+            )
 
 
-def _ignore(error: BaseException) -> None:
-    """Record nothing."""
+def _listed(value: Any) -> Any:
+    """What can be iterated as a list; anything else as it is, to be refused."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
 
 
-@dataclass(frozen=True, slots=True)
-class _Watched:
-    """One call of a wrapped function: what to do with its outcome, and the request that it is about (for rollouts)."""
-
-    take: Callable[[Any], None]
-    fail: Callable[[BaseException], None]
-    request_id: str | None = None
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Attribute engine calls made meanwhile, and tell a failure."""
-        token = _CURRENT.set(self.request_id) if self.request_id is not None else None
-        try:
-            yield
-        except BaseException as error:  # cancellation is an outcome too; it goes on to the caller
-            self.fail(error)
-            raise
-        finally:
-            if token is not None:
-                _CURRENT.reset(token)
-
-
-def _wrapped(function: Callable[..., Any], begin: Callable[..., _Watched]) -> Callable[..., Any]:
-    """``function`` with its calls watched; sync, async, or sync and returning an awaitable (``handle.method.remote``)."""
-
-    async def finished(watched: _Watched, awaitable: Awaitable[Any]) -> Any:
-        with watched.running():
-            native = await awaitable
-        watched.take(native)
-        return native
-
-    @functools.wraps(function)
-    async def later(*args: Any, **kwargs: Any) -> Any:
-        return await finished(begin(*args, **kwargs), function(*args, **kwargs))
-
-    @functools.wraps(function)
-    def now(*args: Any, **kwargs: Any) -> Any:
-        watched = begin(*args, **kwargs)
-        with watched.running():
-            native = function(*args, **kwargs)
-        if inspect.isawaitable(native):
-            return finished(watched, native)
-        watched.take(native)
-        return native
-
-    return later if inspect.iscoroutinefunction(function) else now
+def _refuse_misfit(event: Event, where: str) -> None:
+    misfit = misfit_of(event)
+    if misfit is not None:
+        raise UsageError(f"{where} was called with a value that no trace can hold: {misfit}.")

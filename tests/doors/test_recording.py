@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,8 @@ import numpy as np
 import pytest
 
 import rollproof
-from rollproof.errors import ConformanceError, ExpectationError, SubjectError, UsageError
+from rollproof.checks import Verdict
+from rollproof.errors import ConformanceError, ExpectationError, SubjectError, TraceError, UsageError
 from rollproof.recording import EngineCall, Recording
 from rollproof.records import EngineOutput, FinishReason, Request, Rollout
 from rollproof.store import open_trace
@@ -188,7 +192,7 @@ def test_what_the_stack_raises_is_recorded_and_goes_on() -> None:
     with pytest.raises(ConnectionError, match="server gone"):
         wired(recording, client, [1, 2, 3])([1, 2, 3])
 
-    assert ["submit", "call", "result"] == kinds(recording.recorded.events)
+    assert ["submit", "call", "fault", "result"] == kinds(recording.recorded.events)
     assert isinstance(recording.recorded.events[-1], Result)
     assert "ConnectionError: server gone" == recording.recorded.events[-1].error
 
@@ -227,11 +231,80 @@ def test_expected_failures_are_strict() -> None:
         rollproof.record(CONTRACT, expected={"routes.row": "known"})
 
 
+async def _tokens() -> AsyncIterator[int]:
+    yield 1
+
+
+def _ending(**fields: Any) -> Rollout:
+    whole = {"request_id": "r1", "prompt_ids": (1,), "response_ids": (2,), "finish_reason": FinishReason.STOP}
+    return Rollout(**{**whole, **fields})
+
+
+def _called(trace: Recording, **fields: Any) -> None:
+    call = EngineCall(**{"request_id": "r1", "prompt_ids": (1,), "max_tokens": 1, **fields})
+    trace.engine(lambda: 1, to_call=lambda: call, to_output=len)()
+
+
+def _answered(trace: Recording, **fields: Any) -> None:
+    output = EngineOutput(**{"token_ids": (1,), "logprobs": None, "routes": None, "finish_reason": FinishReason.STOP, **fields})
+    call = EngineCall(request_id="r1", prompt_ids=(1,), max_tokens=1)
+    trace.engine(lambda: 1, to_call=lambda: call, to_output=lambda _: output)()
+
+
 @pytest.mark.parametrize(
     ("misuse", "error", "told"),
     [
         (lambda trace: trace.submit(to_request([1])) or trace.submit(to_request([1])), UsageError, "Request 'r1' is already open"),
-        (lambda trace: trace.result(request_id="r1"), UsageError, "Request 'r1' ends but was never submitted"),
+        (lambda trace: trace.result(request_id="r1"), UsageError, "Request 'r1' ends but was never submitted: .* Open are none"),
+        (
+            lambda trace: trace.submit(to_request([1])) or trace.result(request_id="r2"),
+            UsageError,
+            r"Open are \['r1'\]",
+        ),
+        (lambda trace: trace.submit(7), SubjectError, r"The caller of submit\(\) must return a Request, not int 7"),
+        (
+            lambda trace: trace.submit(Request(request_id="r", prompt_ids=[1])),
+            SubjectError,
+            "prompt_ids must be a tuple of ints of 64 bits",
+        ),
+        (lambda trace: trace.submit(Request(request_id=1, prompt_ids=(1,))), SubjectError, "request_id must be str, not 1"),
+        (lambda trace: trace.result(_ending(response_ids=None)), SubjectError, "response_ids must be a tuple of ints .*, not NoneType"),
+        (lambda trace: trace.result(_ending(logprobs=np.zeros((2, 2)))), SubjectError, "logprobs must be an array of rank 1 of floats"),
+        (
+            lambda trace: trace.result(request_id=5),
+            UsageError,
+            r"result\(\) was called with a value that .* hold: request_id must",
+        ),
+        (lambda trace: trace.pause("nope"), UsageError, r"pause\(\) takes one of the modes \['abort', .*\], not 'nope'"),
+        (lambda trace: trace.observation("a", 5), SubjectError, "token_ids must be a sequence of integers, not int 5"),
+        (lambda trace: trace.observation(7, [5]), UsageError, r"observation\(\) was called with a value .*: request_id must be str, not 7"),
+        (lambda trace: trace.weights(1.5), UsageError, r"weights\(\) was called with a value .*: version must be int or null or str"),
+        (lambda trace: trace.abort(None), UsageError, r"abort\(\) was called with a value .*: wanted must be str"),
+        (lambda trace: trace.resume(server=3), UsageError, r"resume\(\) was called with a value .*: server_id must be str"),
+        (lambda trace: _called(trace, sampling=[1]), SubjectError, "to_call returned an unusable EngineCall: sampling must be a mapping"),
+        (lambda trace: _called(trace, prompt_ids=None), SubjectError, "prompt_ids of to_call's EngineCall must be a sequence of integers"),
+        (lambda trace: _called(trace, max_tokens="4"), SubjectError, "unusable EngineCall: max_tokens must be"),
+        (
+            lambda trace: _answered(trace, token_ids=None),
+            SubjectError,
+            "to_output returned an unusable EngineOutput: token_ids must",
+        ),
+        (lambda trace: _answered(trace, finish_reason="done"), SubjectError, "unusable EngineOutput: finish_reason must be one of"),
+        (
+            lambda trace: trace.engine(7, to_call=to_call, to_output=to_output),
+            UsageError,
+            r"engine\(\) takes a function as `function`, not 7",
+        ),
+        (
+            lambda trace: trace.rollout(_tokens, to_request=to_request, to_record=len),
+            UsageError,
+            r"rollout\(\) cannot record '_tokens': it is a generator\. Wrap the function that gathers its items",
+        ),
+        (
+            lambda trace: trace.rollout(lambda prompt: _tokens(), to_request=to_request, to_record=len)([1]),
+            UsageError,
+            "A call that is recorded returned a generator. Wrap the function",
+        ),
         (lambda trace: trace.result(), UsageError, "result.. needs a rollout, or the request_id"),
         (lambda trace: trace.report, UsageError, "The verdicts are there once the `with` block has ended"),
         (lambda trace: trace.engine(len, to_call=lambda x: x, to_output=len)([1]), SubjectError, "to_call must return an EngineCall"),
@@ -298,3 +371,181 @@ def test_the_reply_is_stamped_behind_its_call() -> None:
 
     assert sorted(times) == times
     assert any(isinstance(event, Reply) for event in trace.recorded.events)
+
+
+def test_requests_that_never_end_are_told() -> None:
+    """What the block left open would go unjudged without a word."""
+    with pytest.raises(UsageError, match=r"Requests \['r1'\] were submitted and never ended within the block"):
+        with rollproof.record(CONTRACT) as trace:
+            trace.submit(to_request([1]))
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_the_block(tmp_path: Path) -> None:
+    """A recording whose trace could not be saved does not begin; folders are made."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"Cannot write .*file/trace\.json: Not a directory"):
+        rollproof.record(CONTRACT, save=tmp_path / "file" / "trace.json")
+    with rollproof.record(CONTRACT, save=tmp_path / "deep" / "trace.json") as trace:
+        wired(trace, Client(Engine()), [1, 2, 3])([1, 2, 3])
+
+    assert 6 == len(list(open_trace(tmp_path / "deep" / "trace.json")))
+
+
+def test_a_place_that_breaks_during_the_block_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block's own exception, and the findings, are raised as ever, with a note; alone, the trouble is raised. The trace is kept."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def run(*, faulty: bool, broken: bool) -> None:
+        with rollproof.record(CONTRACT, save=tmp_path / "out" / "trace.json") as trace:
+            (tmp_path / "out").touch()
+            wired(trace, Client(Engine(), repeat_rows=faulty), [1, 2, 3])([1, 2, 3])
+            if broken:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as error:
+        run(faulty=False, broken=True)
+    (kept,) = tmp_path.glob("rollproof-*/trace.json")
+    assert [f"The recorded trace could not be saved in its place: FileExistsError: [Errno 17] File exists: '{tmp_path}/out'"] == [
+        note.removeprefix("rollproof: ").partition(". It was kept as ")[0] for note in error.value.__notes__
+    ]
+    assert 6 == len(list(open_trace(kept)))
+    (tmp_path / "out").unlink()
+    with pytest.raises(ConformanceError, match=r"routes\.rows") as findings:
+        run(faulty=True, broken=False)
+    assert "It was kept as " in findings.value.__notes__[0]
+    (tmp_path / "out").unlink()
+    with pytest.raises(TraceError, match=r"could not be saved in its place: .* It was kept as .*trace\.json"):
+        run(faulty=False, broken=False)
+
+
+def test_an_engine_call_that_raises_excuses_the_error_of_its_request() -> None:
+    """A stack whose engine is gone may hand over an error: nothing is wrong with it."""
+
+    def gone(prompt: list[int], budget: int) -> Any:
+        raise ConnectionError("server gone")
+
+    client = Client(Engine())
+    client.generate = gone
+    with rollproof.record(CONTRACT, only=["lifecycle"]) as trace:
+        with pytest.raises(ConnectionError):
+            wired(trace, client, [1, 2, 3])([1, 2, 3])
+
+    assert () == trace.report.failed
+
+
+class Pooled(Client):
+    """Calls its engine in a thread of an executor, which has no context of the rollout."""
+
+    def __init__(self, engine: Engine, pool: ThreadPoolExecutor) -> None:
+        super().__init__(engine)
+        self.pool = pool
+
+    def rollout(self, prompt: list[int]) -> dict[str, Any]:
+        made = self.generate
+        self.generate = lambda *args: self.pool.submit(made, *args).result()
+        try:
+            return super().rollout(prompt)
+        finally:
+            self.generate = made
+
+
+def _twins(trace: Recording, *, name_calls: bool) -> None:
+    """Two rollouts of one prompt at once, whose calls a pool makes: the second begins when the first has made one call."""
+    first, second = threading.Event(), threading.Event()
+    names = {id(first): "a", id(second): "b"}
+
+    def rollout(event: threading.Event) -> dict[str, Any]:
+        with ThreadPoolExecutor(1) as pool:
+            engine = Engine()
+
+            def call(prompt: list[int], budget: int) -> EngineCall:
+                return EngineCall(prompt_ids=tuple(prompt), max_tokens=budget, request_id=names[id(event)] if name_calls else None)
+
+            def answer(prompt: list[int], budget: int) -> dict[str, Any]:
+                found = engine.generate(prompt, budget)
+                if event is first:
+                    first.set()
+                    assert second.wait(5)
+                return {**found, "ids": [token + (100 if event is second else 0) for token in found["ids"]]}
+
+            client = Client(engine)
+            client.generate = trace.engine(answer, to_call=call, to_output=to_output)
+            pooled = client.generate
+            client.generate = lambda *args: pool.submit(pooled, *args).result()
+            return client.rollout([1, 2, 3])
+
+    def request(event: threading.Event) -> Request:
+        return Request(request_id=names[id(event)], prompt_ids=(1, 2, 3), max_tokens=4)
+
+    def record(event: threading.Event) -> Any:
+        return lambda native: replace(to_record([1, 2, 3])(native), request_id=names[id(event)])
+
+    def run(event: threading.Event) -> None:
+        trace.rollout(rollout, to_request=request, to_record=record(event))(event)
+
+    threads = [threading.Thread(target=run, args=(event,)) for event in (first, second)]
+    threads[0].start()
+    assert first.wait(5)
+    threads[1].start()
+    threads[1].join(5)
+    second.set()
+    threads[0].join(5)
+
+
+@pytest.mark.parametrize("name_calls", [False, True])
+def test_calls_that_cannot_be_attributed_are_not_judged(name_calls: bool) -> None:
+    """Equal prompts and calls from threads without a context: the requests are unknown, unless calls name them; nobody is blamed."""
+    with rollproof.record(CONTRACT, only=["stitch"]) as trace:
+        _twins(trace, name_calls=name_calls)
+    tokens = next(result for result in trace.report.results if result.id == "stitch.tokens")
+
+    assert (Verdict.PASS if name_calls else Verdict.UNKNOWN) == tokens.verdict
+    assert name_calls or "of which cannot be told whether they are this request's: give `request_id`" in tokens.reason
+
+
+def test_distinct_prompts_are_attributed_from_any_thread() -> None:
+    """Calls of an executor's threads are told by their prompts."""
+    with ThreadPoolExecutor(2) as pool, rollproof.record(CONTRACT) as trace:
+        for prompt in ([1, 2, 3], [4, 5, 6]):
+            wired(trace, Pooled(Engine(), pool), prompt)(prompt)
+    calls = [event for event in trace.recorded.events if isinstance(event, Call)]
+
+    assert ["r1", "r1", "r4", "r4"] == [call.request_id for call in calls]
+
+
+def test_twins_of_a_group_are_told_by_their_contexts() -> None:
+    """Equal prompts are no trouble where each rollout makes its calls itself, or in tasks that it starts."""
+
+    async def run(trace: Recording, name: str, *, child: bool) -> None:
+        engine = Engine()
+
+        async def answer(prompt: list[int], budget: int) -> dict[str, Any]:
+            await asyncio.sleep(0)
+            return engine.generate(prompt, budget)
+
+        generate = trace.engine(answer, to_call=to_call, to_output=to_output)
+
+        async def rollout(prompt: list[int]) -> dict[str, Any]:
+            ids: list[int] = []
+            answers: list[dict[str, Any]] = []
+            while not answers or answers[-1]["reason"] == "abort":
+                call = generate([*prompt, *ids], 4 - len(ids))
+                answers.append(await asyncio.create_task(call) if child else await call)
+                ids += answers[-1]["ids"]
+            logprobs = [value for each in answers for value in each["logprobs"]]
+            return {"ids": ids, "logprobs": logprobs, "rows": answers[-1]["rows"], "reason": answers[-1]["reason"]}
+
+        def record(native: dict[str, Any]) -> Rollout:
+            return replace(to_record([1, 2, 3])(native), request_id=name)
+
+        request = Request(request_id=name, prompt_ids=(1, 2, 3), max_tokens=4)
+        await trace.rollout(rollout, to_request=lambda prompt: request, to_record=record)([1, 2, 3])
+
+    async def both(trace: Recording, *, child: bool) -> None:
+        await asyncio.gather(*(run(trace, name, child=child) for name in "ab"))
+
+    for child in (False, True):
+        with rollproof.record(CONTRACT, only=["stitch.tokens"]) as trace:
+            asyncio.run(both(trace, child=child))
+        assert [Verdict.PASS] == [result.verdict for result in trace.report.results]
+        assert [()] * 4 == [event.candidates for event in trace.recorded.events if isinstance(event, Call)]
