@@ -133,9 +133,10 @@ class Resampler:
             return Interval(value=value, low=np.nan, high=np.nan)
         rank = np.clip((np.mean(draws < value) + np.mean(draws <= value)) / 2, 1e-4, 1 - 1e-4)
         left_out = statistic(self.total - self.units)
-        pull = np.nanmean(left_out) - left_out
-        spread = float(np.nansum(pull**2))
-        skew = float(np.nansum(pull**3)) / (6 * spread**1.5) if spread > 0 else 0.0
+        left_out = left_out[np.isfinite(left_out)]
+        pull = left_out.mean() - left_out if len(left_out) else left_out
+        spread = float((pull**2).sum())
+        skew = float((pull**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
         ends = stats.norm.ppf([_TAIL, 1 - _TAIL])
         bias = stats.norm.ppf(rank)
         orders = np.asarray(stats.norm.cdf(bias + (bias + ends) / (1 - skew * (bias + ends))))
