@@ -110,6 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[STATE] = State(settings=settings, given=bool(given), fresh_seed=fresh)
     if settings.only or settings.expected or settings.accept:
         _check_names(settings)
+    if (settings.report or settings.accept) and not hasattr(config, "workerinput"):
+        _check_places(settings)
 
 
 def _given(config: pytest.Config, option: Option) -> bool:
@@ -168,6 +170,21 @@ def _check_names(settings: Settings) -> None:
         if settings.expected is not None:
             ExpectedFailures.read(settings.expected, missing_ok=settings.accept)
     except RollproofError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _check_places(settings: Settings) -> None:
+    """Refuse files that cannot be written to, before the session and not at its end."""
+    from pathlib import Path
+
+    from rollproof.errors import UsageError
+    from rollproof.files import check_target
+
+    try:
+        for place in (settings.report, settings.expected if settings.accept else None):
+            if place is not None:
+                check_target(Path(place))
+    except UsageError as error:
         raise pytest.UsageError(str(error)) from None
 
 
@@ -262,7 +279,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     elif state.settings.report or state.settings.accept:
         from rollproof.suites import write_files
 
-        state.closing = write_files(state)
+        state.closing, whole = write_files(state)
+        if not whole and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

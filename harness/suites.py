@@ -10,22 +10,24 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import pytest
 
+from rollproof.arguments import as_expected, as_names, as_seed
 from rollproof.campaign import run_conformance
 from rollproof.checks import CheckResult, Verdict, default_registry
 from rollproof.console import check_lines, text_of
 from rollproof.errors import RollproofError, UsageError
 from rollproof.expected import ExpectedFailures, Outcome
-from rollproof.files import folder_name, write_atomically
+from rollproof.files import check_folder, write_or_keep
 from rollproof.plugin import PROFILES, STATE, State
-from rollproof.report import Report
+from rollproof.report import Interrupted, Report
 from rollproof.schedules import profile_named
 from rollproof.subjects import SubjectFactory
+from rollproof.suite import Suite
 from rollproof.topics import ROLLOUTS, TOPICS, Asked, judge_topic, topic_of
 from rollproof.witnesses import drop_witnesses
 
@@ -44,25 +46,6 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Suite:
-    """A subject and how to run it; ``None`` means: as the session's options say.
-
-    ``module`` is where the subject, or the class that makes it, is defined: others may define one of the same name. ``about`` is
-    the kind of subject (``rollproof.topics``).
-    """
-
-    factory: SubjectFactory | None = None
-    name: str | None = None
-    profile: str | None = None
-    seed: int | None = None
-    only: tuple[str, ...] = ()
-    flavours: tuple[str, ...] | None = None
-    expected: Mapping[str, str] | None = None
-    about: str = ROLLOUTS
-    module: str = ""
 
 
 def conformance(
@@ -97,14 +80,14 @@ def conformance(
         name=name,
         profile=profile,
         seed=seed,
-        only=_checked(tuple(only)),
-        flavours=None if flavours is None else tuple(flavours),
-        expected=expected,
+        only=_checked(as_names(only, "only")),
+        flavours=None if flavours is None else as_names(flavours, "flavours"),
+        expected=as_expected(expected, default_registry()),
         about=topic_of(factory) if about is None else about,
         module=str(getattr(factory, "__module__", "")),
     )
     _check_profile(profile)
-    _checked(tuple(expected or ()), families=False)
+    as_seed(seed)
     if not callable(factory):
         raise UsageError(f"conformance() takes a factory, such as the subject's class, not {factory!r}: each case starts from a fresh one.")
 
@@ -115,7 +98,7 @@ def conformance(
             )
         if "check" not in inspect.signature(function).parameters:
             raise UsageError(f"{function.__name__} must take a parameter named `check`: it becomes one item per check.")
-        function._rollproof_suite = suite  # type: ignore[attr-defined]  # read by the plugin
+        function._rollproof_suite = replace(suite, asked_by=f"{function.__module__}.{function.__qualname__}")  # type: ignore[attr-defined]  # read by the plugin
         return function
 
     return mark
@@ -126,12 +109,12 @@ def _check_profile(profile: str | None) -> None:
         raise UsageError(f"No profile is named {profile!r}; choose one of {list(PROFILES)}.")
 
 
-def _checked(names: tuple[str, ...], *, families: bool = True) -> tuple[str, ...]:
+def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
     """The names of checks (and families), unless one does not exist."""
     if names:
         registry = default_registry()
         for name in names:
-            _ = registry.select([name]) if families else registry[name]
+            _ = registry.select([name])
     return names
 
 
@@ -149,8 +132,10 @@ class _Conformance:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _check_profile(cls.profile)
-        _checked(tuple(cls.only))
-        _checked(tuple(cls.expected or ()), families=False)
+        as_seed(cls.seed)
+        _checked(as_names(cls.only, "only"))
+        as_names(cls.flavours or (), "flavours")
+        as_expected(cls.expected, default_registry())
         if "subject" in cls.__dict__ and not cls.__name__.startswith("Test"):
             warnings.warn(
                 f"pytest does not collect {cls.__name__} unless `python_classes` matches it: name it Test{cls.__name__},"
@@ -237,7 +222,11 @@ def run_item(item: pytest.Function) -> None:
         if mark.args or set(mark.kwargs) - {"profile", "seed"}:
             pytest.fail(f"@pytest.mark.rollproof takes profile= and seed=, not {mark.args or sorted(mark.kwargs)}.", pytrace=False)
         suite = replace(suite, **mark.kwargs)
-    _check_profile(suite.profile)
+    try:
+        _check_profile(suite.profile)
+        as_seed(suite.seed)
+    except UsageError as error:
+        pytest.fail(f"@pytest.mark.rollproof: {error}", pytrace=False)
     state = item.config.stash[STATE]
     report = _report(state, suite, item.config)
     check_id = item.funcargs["check"]
@@ -255,20 +244,25 @@ def seed_of(state: State, profile: str) -> int:
     return state.fresh_seed if own is None else own
 
 
-def write_files(state: State) -> list[str]:
-    """Write the report and the file of expected failures, as the options ask; returns what to say about it."""
+def write_files(state: State) -> tuple[list[str], bool]:
+    """Write the report and the file of expected failures, as the options ask; what to say about it, and whether both are in place."""
     said = []
     reports = list(state.reports.values())
-    if state.settings.report is not None:
-        if reports:
-            write_atomically(Path(state.settings.report), json.dumps(_joined(reports), indent=2, ensure_ascii=False) + "\n")
-        said.append(
-            f"report: {state.settings.report}" if reports else f"report: nothing was judged, {state.settings.report} was not written"
-        )
+    whole = True
+    if state.settings.report is not None and not reports:
+        said.append(f"report: nothing was judged, {state.settings.report} was not written")
+    elif state.settings.report is not None:
+        trouble = write_or_keep(Path(state.settings.report), json.dumps(_joined(reports), indent=2, ensure_ascii=False) + "\n")
+        said.append(f"report: {trouble or state.settings.report}")
+        whole = trouble is None
     if state.settings.accept and state.settings.expected is not None:
-        listed = ExpectedFailures.read(state.settings.expected, missing_ok=True)
-        said += listed.accept(Outcome.of_report(report) for report in reports)
-    return said
+        try:
+            listed = ExpectedFailures.read(state.settings.expected, missing_ok=True)
+            said += listed.accept(Outcome.of_report(report) for report in reports)
+        except RollproofError as error:
+            said.append(f"expected failures: {error}")
+            whole = False
+    return said, whole
 
 
 def _conclude(result: CheckResult, report: Report, state: State) -> None:
@@ -306,62 +300,83 @@ def _report(state: State, suite: Suite, config: pytest.Config) -> Report:
     profile = suite.profile or state.settings.profile
     seed = suite.seed if suite.seed is not None else seed_of(state, profile)
     assert suite.factory is not None
-    name = suite.name or str(getattr(suite.factory, "__qualname__", type(suite.factory).__name__))
-    key = f"{suite.module}:{name}:{profile}:{seed}:{suite.only}:{suite.flavours}"
+    key = suite.run_key(profile, seed)
     if key not in state.cache:
-        state.cache[key] = _run(state, suite, name, profile, seed, config)
-        if isinstance(state.cache[key], Report):
-            state.reports[key] = state.cache[key].to_dict()
+        state.cache[key] = _run(state, suite, profile, seed, config)
     kept = state.cache[key]
     if isinstance(kept, Report):
         return kept
     if key in state.told:
-        pytest.fail(f"{name} could not be run; the first item of this subject says why.", pytrace=False)
+        pytest.fail(f"{suite.title} could not be run; the first item of this subject says why.", pytrace=False)
     state.told.add(key)
     if not isinstance(kept, RollproofError):
         raise kept
-    pytest.fail(f"{name} could not be run: {type(kept).__name__}: {kept}", pytrace=False)
+    pytest.fail(f"{suite.title} could not be run: {type(kept).__name__}: {kept}", pytrace=False)
 
 
-def _run(state: State, suite: Suite, name: str, profile: str, seed: int, config: pytest.Config) -> Report | Exception:
+def _run(state: State, suite: Suite, profile: str, seed: int, config: pytest.Config) -> Report | Exception:
     """The report, or the exception that there is none for: either is kept, so that a broken subject is not run once per item."""
     worker = getattr(config, "workerinput", {}).get("workerid", "")
     listed = ExpectedFailures.read(state.settings.expected, missing_ok=state.settings.accept) if state.settings.expected else None
-    assert suite.factory is not None
-    only = suite.only or state.settings.only
-    expected = {**(suite.expected or {}), **(listed.reasons(name) if listed else {})}
-    root, own = config.rootpath / ".rollproof", folder_name(f"{suite.module}.{name}")
-    folder = root / worker / own
+    root = config.rootpath / ".rollproof"
+    folder, notes = _place(root / worker / suite.folder)
+    asked = Asked(
+        name=suite.title,
+        profile=profile,
+        seed=seed,
+        only=suite.only or state.settings.only,
+        expected={**(suite.expected or {}), **(listed.reasons(suite.title) if listed else {})},
+        recipe=_recipe(suite.factory),
+        witness_dir=folder,
+    )
     try:
-        if suite.about != ROLLOUTS:
-            asked = Asked(
-                name=name,
-                profile=profile,
-                seed=seed,
-                only=tuple(only),
-                expected=expected,
-                recipe=_recipe(suite.factory),
-                witness_dir=folder,
-            )
-            return judge_topic(suite.about, suite.factory, asked)
-        report = run_conformance(
-            suite.factory,
-            name=name,
-            profile=profile,
-            seed=seed,
-            only=only or [check.id for check in default_registry() if check.about == "rollouts"],
-            flavours=suite.flavours,
-            expected=expected,
-            recipe=_recipe(suite.factory),
-            witness_dir=folder,
-            keep_witnesses=_written(state, folder),
-        )
+        report = _judged(suite, asked, keep=set() if folder is None else _written(state, folder))
+        report = replace(report, notes=(*report.notes, *notes))
         passed = {result.id for result in report.results if result.verdict is Verdict.PASS}
-        for other in [root / own] if worker else root.glob(f"gw*/{own}"):  # what sessions with xdist leave to those without, and back
-            drop_witnesses(other, passed, subject=name)
-        return report
+        others = [root / suite.folder] if worker else root.glob(f"gw*/{suite.folder}")
+        for other in others:  # what sessions with xdist leave to those without, and back
+            drop_witnesses(other, passed, subject=suite.title)
+    except Interrupted as interrupt:
+        for found in interrupt.reports:
+            _hand_over(state, suite.report_key(profile, seed), found)
+        raise
     except Exception as error:  # noqa: BLE001 - raised again for the first item
         return error
+    _hand_over(state, suite.report_key(profile, seed), report)
+    return report
+
+
+def _judged(suite: Suite, asked: Asked, *, keep: set[str]) -> Report:
+    assert suite.factory is not None
+    if suite.about != ROLLOUTS:
+        return judge_topic(suite.about, suite.factory, asked)
+    return run_conformance(
+        suite.factory,
+        name=asked.name,
+        profile=asked.profile,
+        seed=asked.seed,
+        only=asked.only or [check.id for check in default_registry() if check.about == ROLLOUTS],
+        flavours=suite.flavours,
+        expected=asked.expected,
+        recipe=asked.recipe,
+        witness_dir=asked.witness_dir,
+        keep_witnesses=keep,
+    )
+
+
+def _place(folder: Path) -> tuple[Path | None, tuple[str, ...]]:
+    """Where counterexamples go; nowhere, and a note that says so, where nothing can be written below the root folder."""
+    try:
+        check_folder(folder)
+    except UsageError as error:
+        return None, (f"counterexamples are not kept. {error}",)
+    return folder, ()
+
+
+def _hand_over(state: State, key: str, report: Report) -> None:
+    """Keep a report for the summary. A key that is taken, by a suite that cannot be told from this one, is numbered."""
+    taken = sum(known.partition("#")[0] == key for known in state.reports)
+    state.reports[f"{key}#{taken + 1}" if taken else key] = report.to_dict()
 
 
 def _written(state: State, folder: Path) -> set[str]:
@@ -385,10 +400,12 @@ def _suite(function: Any, cls: type | None) -> Suite | None:
         profile=cls.profile,
         seed=cls.seed,
         only=tuple(cls.only),
-        flavours=cls.flavours,
+        flavours=None if cls.flavours is None else tuple(cls.flavours),
         expected=cls.expected,
         about=cls._about,
         module=cls.__module__,
+        owner=cls,
+        asked_by=cls.__qualname__,
     )
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.support.inner import SUITE, runs, suite, summary
@@ -164,7 +166,70 @@ def test_the_marker_overrides_the_options(fake_runs: pytest.Pytester) -> None:
     fake_runs.makepyfile(marked + "\ndef test_other(): pass\n")
 
     fake_runs.runpytest_inprocess("-m", "rollproof", "--rollproof-seed=3").assert_outcomes(passed=4, deselected=1)
-    assert ["MyStack pr 9  test_the_marker_overrides_the_options.MyStack"] == runs(fake_runs)
+    (run,) = runs(fake_runs)
+    assert run.startswith("MyStack pr 9  test_the_marker_overrides_the_options.MyStack-")
+
+
+def test_the_markers_values_are_checked(fake_runs: pytest.Pytester) -> None:
+    """A seed or a profile that cannot be is told in one line, without a traceback."""
+    for given, told in (("seed='a'", "seed='a' must be a whole number >= 0"), ("profile='nosuch'", "No profile is named 'nosuch'; choose")):
+        fake_runs.makepyfile(suite().replace("@rollproof.conf", f"import pytest\n@pytest.mark.rollproof({given})\n@rollproof.conf"))
+        result = fake_runs.runpytest_inprocess()
+
+        result.assert_outcomes(failed=4)
+        assert f"@pytest.mark.rollproof: {told}" in str(result.stdout)
+        assert "Traceback" not in str(result.stdout)
+        assert "suites.py" not in str(result.stdout)
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_session(fake_runs: pytest.Pytester) -> None:
+    """Neither report nor file of expected failures is found unwritable when everything has run."""
+    fake_runs.makepyfile(suite())
+    (fake_runs.path / "file").touch()
+    for option in (["--rollproof-report=file/report.json"], ["--rollproof-accept", "--rollproof-expected=file/expected.toml"]):
+        result = fake_runs.runpytest_inprocess(*option)
+
+        assert pytest.ExitCode.USAGE_ERROR == result.ret
+        assert "Cannot write " in str(result.stderr) + str(result.stdout)
+        assert not (fake_runs.path / "runs").exists()
+
+
+def test_a_report_whose_place_breaks_during_the_session_is_kept(fake_runs: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary says where the report went instead; a session that would have passed ends with an error."""
+    monkeypatch.setattr("tempfile.tempdir", str(fake_runs.path))
+    fake_runs.makepyfile(suite() + "\ndef test_breaks():\n    open('out', 'w').close()\n")
+    result = fake_runs.runpytest_inprocess("--rollproof-report=out/report.json")
+
+    result.assert_outcomes(passed=5)
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    (kept,) = fake_runs.path.glob("rollproof-*/report.json")
+    assert f"It was kept as {kept}." in str(result.stdout)
+    assert 4 == json.loads(kept.read_text())["summary"]["pass"]
+
+
+def test_subjects_of_one_name_are_told_apart(fake_runs: pytest.Pytester) -> None:
+    """Every lambda has the same name, and names may be given twice: each subject is run, and keeps counterexamples of its own."""
+    other = "\nclass Broken:\n    verdicts = {'stitch.a': 'fail'}\n"
+    tests = "".join(
+        f"\n@rollproof.conformance({given})\ndef test_{i}(check):\n    pass\n"
+        for i, given in enumerate(("lambda: MyStack()", "lambda: Broken()", "MyStack, name='one'", "Broken, name='one'"))
+    )
+    fake_runs.makepyfile(suite() + other + tests)
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(passed=19, failed=1)
+    folders = [run.rpartition(" ")[2] for run in runs(fake_runs)]
+    assert (5, 5) == (len(folders), len(set(folders)))
+
+
+def test_a_root_folder_that_is_not_ours_costs_no_verdict(fake_runs: pytest.Pytester) -> None:
+    """Where nothing can be written below the root folder, counterexamples are not kept, and the report says so."""
+    fake_runs.makepyfile(suite())
+    (fake_runs.path / ".rollproof").touch()
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(passed=4)
+    assert "note: counterexamples are not kept. Cannot write into " in str(result.stdout)
 
 
 def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:

@@ -22,7 +22,7 @@ REGISTRY = Registry(
 )
 
 
-def run(factory: Any, *, name: str, profile: str, seed: int, only: Any, expected: Any, witness_dir: Path, **_: Any) -> Report:
+def run(factory: Any, *, name: str, profile: str, seed: int, only: Any, expected: Any, witness_dir: Path | None, **_: Any) -> Report:
     """As ``run_conformance``, with the verdicts that ``factory.verdicts`` names (``pass`` for the others).
 
     Appends a line to $RUNS, which tells how often it was called, in which process, with what.
@@ -30,7 +30,7 @@ def run(factory: Any, *, name: str, profile: str, seed: int, only: Any, expected
     if "RUNS" in os.environ:
         with Path(os.environ["RUNS"]).open("a", encoding="utf-8") as file:
             picked = "" if len(only) == len(REGISTRY) else ",".join(only)
-            file.write(f"{name} {profile} {seed} {picked} {witness_dir.name}\n")
+            file.write(f"{name} {profile} {seed} {picked} {witness_dir.name if witness_dir else '-'}\n")
     verdicts = getattr(factory, "verdicts", {})
     if verdicts == "broken":
         raise SubjectError(f"{name}.start raised ValueError: no config.")
