@@ -13,6 +13,7 @@ import importlib
 import os
 import pickle
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -236,6 +237,7 @@ class _Nursery:
         except BaseException:
             self._process.kill()
             self._process.wait()
+            self._listener.close()
             self._folder.cleanup()
             raise
 
@@ -281,7 +283,9 @@ class _Nursery:
         self._pipe.close()  # it ends by itself; the signal is for one that is busy
         self._process.kill()
         self._process.wait()
-        self._listener.close()
+        with suppress(OSError):
+            self._listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._folder.cleanup()
 
     def _accept(self, limit_s: float) -> Connection:
@@ -333,6 +337,7 @@ def _nurse(folder: Path) -> None:
             pass
         finally:
             _end(children, fates)
+            shutil.rmtree(folder, ignore_errors=True)  # its owner may have been killed
 
 
 def _nursed(ask: Any, folder: Path, start: dict[str, Any], children: dict[int, int], fates: dict[int, int], pipe: Connection) -> Any:

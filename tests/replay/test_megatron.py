@@ -1,0 +1,141 @@
+"""The Megatron trainer in every configuration: what is replayed is executed, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rollproof.contract import LayerAxis
+from rollproof.errors import UsageError
+from rollproof.records import IntArray, Rollout
+from rollproof.replay.events import Action, Outcome, Phase, Purpose, Routing, Step
+from rollproof.replay.judging import judge_replay
+from rollproof.replay.layouts.payloads import Coding
+from rollproof.replay.megatron.setups import SETUPS, Dispatcher, Setup
+from rollproof.replay.megatron.subject import MegatronTrainer, megatron_ranks
+from rollproof.replay.ranks import Ranks
+from rollproof.replay.samples import make_samples
+from rollproof.replay.spy import Spy
+from rollproof.replay.terms import Recompute
+from rollproof.report import Report
+
+pytest.importorskip("torch", reason="megatron-core needs PyTorch")
+pytest.importorskip("megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)")
+
+JUDGED = ("single", "sigmoid", "tp2-ep4", "cp2-pp2-vpp2")
+"""Together they have every kind of parallelism, dispatcher, router and schedule; `nox -s trainers -- --table` judges all setups."""
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with megatron_ranks() as started:
+        yield started
+
+
+def _step(setup: Setup, action: Action, samples: tuple[Rollout, ...] | None = None, recompute: Recompute = Recompute.NONE) -> Step:
+    samples = samples or make_samples(setup.contract(), 0)
+    size = setup.microbatch_size
+    microbatches = tuple(samples[i : i + size] for i in range(0, len(samples), size))
+    return Step(
+        episode="test", name=f"{action}, {recompute}", action=action, purpose=Purpose.TRAIN, microbatches=microbatches, recompute=recompute
+    )
+
+
+def _run(trainer: MegatronTrainer, step: Step, *, in_place: bool = False) -> tuple[Outcome, list[Routing]]:
+    spy = Spy(step)
+    outcome = trainer.replay_in_place(step, spy) if in_place else trainer.run(step, spy)
+    return outcome, [event for event in spy.events if isinstance(event, Routing)]
+
+
+def _chosen(calls: list[Routing], phase: Phase) -> dict[tuple[int, int, int], list[list[int]]]:
+    """Experts per row of each call of a phase, by rank, layer and microbatch."""
+    return {(one.rank, one.layer, one.microbatch): np.sort(one.experts, axis=1).tolist() for one in calls if one.phase is phase}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_replay_of_what_every_rank_recorded_changes_no_bit(ranks: Ranks, name: str) -> None:
+    """Loss, logprobs and all gradients of a replay in place equal those of the recording bit for bit, with and without recompute; every row, padding
+    too, executes what was recorded, in the forward pass and once more where activations are recomputed.
+    """
+    trainer = MegatronTrainer(name, ranks)
+    recording, calls = _run(trainer, _step(trainer.setup, Action.RECORD))
+    recorded = _chosen(calls, Phase.FORWARD)
+    assert trainer.setup.microbatches * len(trainer.setup.moe_layers) * trainer.setup.world_size == len(recorded) * trainer.setup.pp
+    for recompute, again in ((Recompute.NONE, {}), (Recompute.SELECTIVE, recorded), (Recompute.FULL, recorded)):
+        replayed, calls = _run(trainer, _step(trainer.setup, Action.REPLAY, recompute=recompute), in_place=True)
+        assert (recorded, again) == (_chosen(calls, Phase.FORWARD), _chosen(calls, Phase.RECOMPUTE))
+        assert recording.loss == replayed.loss
+        for before, after in ((recording.logprobs, replayed.logprobs), (recording.gradients, replayed.gradients)):
+            assert sorted(before) == sorted(after)
+            assert [] == [one for one in before if not np.array_equal(before[one], after[one])]
+        assert dict.fromkeys(trainer.residue(), 0) == trainer.residue()
+
+
+@pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.world_size > 1])
+def test_recordings_of_all_ranks_merge_to_that_of_one_process(ranks: Ranks, name: str) -> None:
+    """What tensor, context, pipeline, virtual and data-parallel ranks recorded, merged, is what one process records, bit for bit."""
+    setup = SETUPS[name]
+    whole = replace(setup, dp=1, cp=1, tp=1, pp=1, vpp=1, ep=1, first=None, dispatcher=Dispatcher.ALLGATHER)
+    (divided, _), (single, _) = (_run(MegatronTrainer(one, ranks), _step(one, Action.RECORD)) for one in (setup, whole))
+    assert sorted(single.recorded) == sorted(divided.recorded)
+    assert [] == [one for one, rows in single.recorded.items() if not np.array_equal(rows, divided.recorded[one])]
+    assert pytest.approx(single.loss, rel=1e-6) == divided.loss
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_every_row_executes_the_routes_of_its_own_place(ranks: Ranks, name: str) -> None:
+    """Routes that spell sample, position and layer are executed where they belong: decoded, each row names itself."""
+    setup = SETUPS[name]
+    samples = make_samples(setup.contract(), 0)
+    columns = setup.num_layers if setup.layer_axis is LayerAxis.ALL else len(setup.moe_layers)
+    longest = max(sample.total for sample in samples)
+    experts = next(n for n in range(8, 100, 4) if n * (n - 1) >= len(samples) * longest * columns)
+    setup = replace(setup, num_experts=experts)
+    coding = Coding(samples=len(samples), positions=longest, columns=columns, experts=experts)
+    coded = tuple(replace(one, routes=coding.payload(i, one.total - 1).astype(np.int16)) for i, one in enumerate(samples))
+    _, calls = _run(MegatronTrainer(setup, ranks), _step(setup, Action.REPLAY, coded, Recompute.FULL))
+    seen = {(call.phase, *place) for call in calls for place in _misplaced_or_seen(call, coding, setup, samples)}
+    wanted = {
+        (phase, i, position, layer)
+        for phase in Phase
+        for i, one in enumerate(samples)
+        for position in range(one.total - 1)
+        for layer in setup.moe_layers
+    }
+    assert wanted == seen
+
+
+def _misplaced_or_seen(call: Routing, coding: Coding, setup: Setup, samples: tuple[Rollout, ...]) -> Iterator[tuple[int, int, int]]:
+    """Where each row with a target says that it belongs: its own place, or one that no row has (layer -1)."""
+    column = setup.layout().column[call.layer]
+    rows = [i for i, (s, p) in enumerate(zip(call.samples, call.positions, strict=True)) if s >= 0 and p < samples[s].total - 1]
+    for row in rows:
+        own = (int(call.samples[row]), int(call.positions[row]), column)
+        pair: IntArray = call.experts[row]
+        told = {coding.place(int(cell)) for order in (pair, pair[::-1]) if (cell := coding.decode(order[None])[0]) >= 0}
+        yield (own[0], own[1], call.layer if own in told else -1)
+
+
+@pytest.fixture(scope="module")
+def reports(ranks: Ranks) -> dict[str, Report]:
+    return {name: judge_replay(lambda name=name: MegatronTrainer(name, ranks), name=name) for name in JUDGED}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_the_trainer_keeps_every_promise_of_replay(reports: dict[str, Report], name: str) -> None:
+    """No check fails or stays unknown, and the planted fault is seen."""
+    report = reports[name]
+    verdicts = {result.check_id: str(result.verdict) for result in report.results if result.verdict not in ("pass", "not applicable")}
+    assert {} == verdicts
+    assert report.canary is not None and report.canary.red
+
+
+def test_an_unknown_setup_is_told_with_those_that_exist(ranks: Ranks) -> None:
+    """A setup that does not exist is refused, with the list."""
+    with pytest.raises(UsageError, match="No Megatron setup is named 'tp3'; there are single, dense-first"):
+        MegatronTrainer("tp3", ranks)
+    with pytest.raises(UsageError, match="There is no variant 'other'"):
+        MegatronTrainer("single", ranks).variant("other")
