@@ -117,7 +117,7 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
         routes_start=call.routes_start,
         version=_shown_version(flavour, labels, call.admission_label, label),
         spans=_shown_spans(flavour, labels, label),
-        cached_tokens=None if bare else call.cached,
+        cached_tokens=None if bare else _counted(call, flavour),
         native=flavour.native[reason],
         message=flavour.queued_message if reason is FinishReason.ABORT and not call.decoding else "",
     )
@@ -129,6 +129,11 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
     )
 
 
+def _counted(call: EngineCall, flavour: Flavour) -> int | None:
+    """Tokens from the prefix cache; of a call that never ran, what the flavour says."""
+    return 0 if call.cached is None and flavour.queued_counts else call.cached
+
+
 def empty_abort(call_id: int, flavour: Flavour, label: Version, *, want_logprobs: bool) -> Reply:
     """The reply to a call that was turned away: an abort of zero tokens."""
     output = EngineOutput(
@@ -138,6 +143,7 @@ def empty_abort(call_id: int, flavour: Flavour, label: Version, *, want_logprobs
         finish_reason=FinishReason.ABORT,
         version=_shown_version(flavour, (), label, label),
         spans=_shown_spans(flavour, (), label),
+        cached_tokens=0 if flavour.queued_counts else None,
         native=flavour.native[FinishReason.ABORT],
     )
     return Reply(call_id=call_id, output=output, true_tokens=(), true_rows=())

@@ -63,6 +63,7 @@ class Flavour:
     ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``queued_abort_keeps_keys``: an abort in the waiting
     queue, or while the prompt is being computed, shows the keys that any other reply shows; without, it has no routes and no count of
     cached tokens, and ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21).
+    ``queued_counts``: an abort in the waiting queue says that 0 tokens were cached.
     ``pause_modes`` are those that the engine offers; the fake accepts all of them. ``routes_switch`` to
     ``seeded`` mean what they mean in ``EngineTerms``; the fake refuses all that ``zero_budget`` and ``empty_prompt`` refuse otherwise.
     """
@@ -80,6 +81,7 @@ class Flavour:
     queued_message: str = ""
     empty_logprobs: bool = False
     queued_abort_keeps_keys: bool = True
+    queued_counts: bool = False
     routes_start: bool = False
     paused_calls: PausedCalls = PausedCalls.PARK
     abort_by_prefix: bool = False
@@ -162,7 +164,7 @@ def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
         keys_finished=whole,
         keys_aborted=whole,
         keys_early=(*empty, *always, ReplyKey.CACHED) if flavour.queued_abort_keeps_keys else (*empty, *always),
-        keys_queued=(*empty, *always),
+        keys_queued=(*empty, *always, *((ReplyKey.CACHED,) if flavour.queued_counts else ())),
     )
 
 
@@ -219,6 +221,8 @@ def _vllm(name: str, source: str, tag: VersionTag, paused: PausedCalls = PausedC
         dtypes=_VLLM_DTYPES,
         version_tag=tag,
         native=_PLAIN,
+        empty_logprobs=True,
+        queued_counts=True,
         routes_start=True,
         paused_calls=paused,
         pause_modes=_VLLM_MODES,

@@ -145,7 +145,8 @@ class _TurnedAway(FakeEngineSubject):
     async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
         if not self._closed:
             return await super().generate(query, watch)
-        return [EngineOutput(token_ids=(), logprobs=None, routes=None, finish_reason=FinishReason.ABORT, cached_tokens=0, native="abort")]
+        nothing = np.zeros(0) if query.want_logprobs else None
+        return [EngineOutput(token_ids=(), logprobs=nothing, routes=None, finish_reason=FinishReason.ABORT, cached_tokens=0, native="abort")]
 
 
 def _bug(
