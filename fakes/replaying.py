@@ -26,7 +26,7 @@ from rollproof.replay.layouts.schedules import Operation, operations, schedule_t
 from rollproof.replay.spy import Spy, UnsupportedStep, sketch
 from rollproof.replay.terms import FreeRows, Installs, Recompute, ReplayMode
 
-__all__ = ["Microbatch", "ReplayTrainer", "Router"]
+__all__ = ["Microbatch", "Pass", "ReplayTrainer", "Router"]
 
 
 class Router:
@@ -111,6 +111,7 @@ class ReplayTrainer:
     normalised: ClassVar[bool] = False
     mtp: ClassVar[bool] = False
     microbatches: ClassVar[int] = 2
+    width: ClassVar[int] = 6
     parallel: ClassVar[str] = ""
     contract: Contract
 
@@ -207,6 +208,7 @@ class ReplayTrainer:
             experts=layout.num_experts,
             top_k=layout.top_k,
             vocab=96,
+            width=self.width,
             normalised=self.normalised,
             seed=seed,
         )
@@ -244,7 +246,7 @@ class ReplayTrainer:
         """The passes of a step, on the model that it is for."""
         model, routers = (self.model, self.routers) if step.model == "policy" else self.models[step.model]
         scale = 1.0 / max(1, sum(len(sample.response_ids) for sample in step.samples))
-        run = _Pass(step=step, spy=spy, model=model, routers=routers, scale=scale, gradients=model.zeros())
+        run = Pass(step=step, spy=spy, model=model, routers=routers, scale=scale, gradients=model.zeros())
         first = 0
         for number, samples in enumerate(step.microbatches):
             run.microbatches.append(self.microbatch(number, samples, first))
@@ -261,7 +263,7 @@ class ReplayTrainer:
         sources = [(rank, self.layout.rows(lengths, rank, prompts=prompts)) for rank in self.ranks]
         return Microbatch(number=number, samples=samples, first=first, rows=rows, starts=starts, sources=sources)
 
-    def pipeline(self, run: _Pass) -> None:
+    def pipeline(self, run: Pass) -> None:
         """Run all microbatches through all stages: each pipeline rank in its own order, as soon as what it needs is there."""
         mesh, count = self.layout.mesh, len(run.microbatches)
         todo = {rank: deque(self.order(run.step, rank, count)) for rank in range(mesh.pp)}
@@ -281,7 +283,7 @@ class ReplayTrainer:
         table = schedule_table(count, mesh.vpp, self.layout.group or (mesh.pp if mesh.vpp > 1 else None))
         return [Operation(microbatch=microbatch, chunk=chunk) for microbatch, chunk in table]
 
-    def operate(self, run: _Pass, rank: int, operation: Operation) -> None:
+    def operate(self, run: Pass, rank: int, operation: Operation) -> None:
         """One microbatch through one chunk, forward or backward."""
         microbatch, mesh = run.microbatches[operation.microbatch], self.layout.mesh
         layers = self.layout.chunks()[rank][operation.chunk]
@@ -306,14 +308,14 @@ class ReplayTrainer:
         if last:
             self.head(run, microbatch)
 
-    def arm(self, run: _Pass, microbatch: Microbatch, rank: int, chunk: int) -> None:
+    def arm(self, run: Pass, microbatch: Microbatch, rank: int, chunk: int) -> None:
         """Give the routers of one chunk the targets of a microbatch."""
         keep = run.step.backward and run.step.recompute is not Recompute.NONE
         for number, (place, source) in enumerate(microbatch.sources):
             for layer, target in self.targets(run.step, microbatch, replace(place, pp=rank), source, chunk).items():
                 self.install(run, microbatch, layer, number, target, keep=keep)
 
-    def install(self, run: _Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+    def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
         """Give one router its target."""
         run.routers[layer, number].install(target, keep=keep)
         run.spy.rank = number
@@ -338,7 +340,7 @@ class ReplayTrainer:
         assert sample.routes is not None
         return sample.routes
 
-    def layer_forward(self, run: _Pass, microbatch: Microbatch, layer: int) -> None:
+    def layer_forward(self, run: Pass, microbatch: Microbatch, layer: int) -> None:
         """One layer of one microbatch."""
         x = microbatch.inputs[layer] = microbatch.x
         if layer not in run.model.moe:
@@ -347,11 +349,11 @@ class ReplayTrainer:
         ids = microbatch.executed[layer] = self.route(run, microbatch, layer, x, Phase.FORWARD)
         microbatch.x = self.experts(run, layer, microbatch, x, ids)
 
-    def experts(self, run: _Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray) -> FloatArray:
+    def experts(self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray) -> FloatArray:
         """The experts ``ids`` on the rows ``x``."""
         return run.model.sparse(layer, microbatch.rows, x, ids)
 
-    def layer_backward(self, run: _Pass, microbatch: Microbatch, layer: int) -> None:
+    def layer_backward(self, run: Pass, microbatch: Microbatch, layer: int) -> None:
         """The gradient through one layer; its router is asked again where activations are recomputed."""
         x, rows = microbatch.inputs[layer], microbatch.rows
         if layer not in run.model.moe:
@@ -362,11 +364,11 @@ class ReplayTrainer:
             ids = self.route(run, microbatch, layer, x, Phase.RECOMPUTE)
         microbatch.dx = self.experts_backward(run, layer, microbatch, x, ids)
 
-    def experts_backward(self, run: _Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray) -> FloatArray:
+    def experts_backward(self, run: Pass, layer: int, microbatch: Microbatch, x: FloatArray, ids: IntArray) -> FloatArray:
         """The gradient of ``experts``."""
         return run.model.sparse_backward(layer, microbatch.rows, x, ids, microbatch.dx, run.gradients)
 
-    def route(self, run: _Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase) -> IntArray:
+    def route(self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase) -> IntArray:
         """Ask every rank's router for its rows, and put the answers together: ``(rows, top_k)``."""
         scores = run.model.scores(layer, run.model.mixed(microbatch.rows, x))
         ids = np.zeros((len(scores), self.layout.top_k), dtype=np.int64)
@@ -387,7 +389,7 @@ class ReplayTrainer:
             ids[places[places >= 0]] = executed[places >= 0]
         return ids
 
-    def head(self, run: _Pass, microbatch: Microbatch) -> None:
+    def head(self, run: Pass, microbatch: Microbatch) -> None:
         """Loss and logprobs of a microbatch."""
         loss, logprobs = run.model.loss(microbatch.rows, microbatch.x, run.scale)
         run.loss += loss
@@ -396,7 +398,7 @@ class ReplayTrainer:
             run.logprobs[sample.request_id] = logprobs[start : start + len(sample.response_ids)]
             start += len(sample.response_ids)
 
-    def recorded(self, run: _Pass) -> dict[str, IntArray]:
+    def recorded(self, run: Pass) -> dict[str, IntArray]:
         """What the routers recorded, put together over ranks, stages and microbatches, by request."""
         out: dict[str, IntArray] = {}
         for microbatch in run.microbatches:
@@ -412,7 +414,7 @@ class ReplayTrainer:
 
 
 @dataclass(eq=False)
-class _Pass:
+class Pass:
     """A step on its way."""
 
     step: Step

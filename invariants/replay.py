@@ -156,7 +156,9 @@ def _free_rows(view: StepView, out: Collector) -> None:
     if (np.sort(targets.experts, axis=2) != own)[targets.known].any():
         return  # other experts were replayed upstream, so the router's own choice is not known
     rows = Executed.of(view, Phase.FORWARD)
-    free = np.flatnonzero((rows.place >= 0) & ~rows.held)
+    # behind the first MoE layer the own choice is only known where the layers before gave what they give in the native pass
+    deep = view.same_as is not None and replay_results.same_loss(view, view.same_as)
+    free = np.flatnonzero((rows.place >= 0) & ~rows.held & (deep | (rows.column == 0)))
     if not len(free):
         out.absent("no row was without a target")
         return

@@ -65,6 +65,8 @@ def told_origin(strays: Strays) -> tuple[str, str]:
 
 def _at(targets: Targets, sample: _Places, position: _Places, column: _Places) -> IntArray:
     """The targets of places that may not exist."""
+    if not len(targets.experts):
+        return np.full((len(sample), targets.experts.shape[2]), _NOWHERE)
     inside = (sample >= 0) & (sample < len(targets.lengths)) & (position >= 0)
     inside &= position < np.array([*targets.lengths, 0])[np.where(inside, sample, -1)]
     inside &= (column >= 0) & (column < len(targets.layers))

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollproof.checks import Check, Collector
 from rollproof.contract import Contract
-from rollproof.invariants.replay_rows import Executed
+from rollproof.invariants.replay_rows import Executed, unsound_before
 from rollproof.invariants.replay_steps import StepView, replay_check
 from rollproof.invariants.wording import count, listing, share
 from rollproof.replay.contract import terms_of
@@ -166,6 +166,8 @@ def _targets(view: StepView, out: Collector) -> None:
     if view.outcome.error is not None:
         out.exercised("bad routes refused")
         return
+    if _unsound(view, out):
+        return
     out.exercised("bad routes handled")
     problem = _mishandled(view) or ("results, without a word" if defect in _STRUCTURAL and defect not in view.terms.tolerates else None)
     if problem is not None:
@@ -179,14 +181,21 @@ def _targets(view: StepView, out: Collector) -> None:
         )
 
 
+def _unsound(view: StepView, out: Collector) -> bool:
+    """Whether ordinary steps are wrong already, which is told: then an unusual one says nothing about what is unusual."""
+    name = unsound_before(view)
+    if name is not None:
+        out.absent(f"the ordinary step {name!r} executed other experts than its targets")
+    return name is not None
+
+
 def _mishandled(view: StepView) -> str | None:
     """What is wrong with how a step with bad routes, or another oddity, was executed."""
     rows = Executed.of(view, Phase.FORWARD)
-    experts = view.contract.num_experts or 1
-    distinct = ((rows.ordered >= 0) & (rows.ordered < experts)).all(axis=1) & (rows.ordered[:, 1:] != rows.ordered[:, :-1]).all(axis=1)
-    if not distinct.all():
-        bad = int(np.flatnonzero(~distinct)[0])
-        return f"{share(int((~distinct).sum()), len(distinct), 'row')} without top_k distinct experts, such as {rows.experts[bad].tolist()}"
+    if not rows.distinct.all():
+        bad = int(np.flatnonzero(~rows.distinct)[0])
+        amount = share(int((~rows.distinct).sum()), len(rows.distinct), "row")
+        return f"{amount} without top_k distinct experts, such as {rows.experts[bad].tolist()}"
     wrong = int(rows.wrong.sum())
     return f"{share(wrong, int(rows.held.sum()), 'row')} with a valid target executed other experts" if wrong else None
 
@@ -207,6 +216,8 @@ def _edges(view: StepView, out: Collector) -> None:
         return
     if view.outcome.error is not None:
         out.exercised("edges refused")
+        return
+    if _unsound(view, out):
         return
     out.exercised("edges handled")
     problem = _mishandled(view)

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollproof.checks import Check, Collector
 from rollproof.contract import Contract
-from rollproof.invariants.replay_rows import native_choice
+from rollproof.invariants.replay_rows import native_choice, sound_rows
 from rollproof.invariants.replay_steps import REFERENCE, StepView, replay_check
 from rollproof.invariants.wording import count, share
 from rollproof.records import FloatArray
@@ -16,7 +16,7 @@ from rollproof.replay.contract import terms_of
 from rollproof.replay.events import Action, Outcome
 from rollproof.replay.terms import Recompute
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "same_loss"]
 
 _LIKE_A_REFERENCE = 1e-3
 """The largest relative difference to a path that computes in another order."""
@@ -30,6 +30,14 @@ def _differences(view: StepView, other: StepView, tolerance: float) -> Iterator[
     assert one is not None and two is not None
     yield from _loss_differences(one, two, tolerance)
     yield from _gradient_differences(one, two, tolerance)
+
+
+def same_loss(view: StepView, other: StepView) -> bool:
+    """Whether two steps told a loss, and the same one."""
+    one, two = view.outcome, other.outcome
+    if one is None or two is None or one.loss is None or two.loss is None:
+        return False
+    return not list(_loss_differences(one, two, view.terms.tolerance))
 
 
 def _loss_differences(one: Outcome, two: Outcome, tolerance: float) -> Iterator[tuple[str, str, str]]:
@@ -265,6 +273,9 @@ def _mtp(view: StepView, out: Collector) -> None:
     other = view.same_as
     if other is None or _kind(view) != "self" or not view.terms.mtp or not view.done or not other.done:
         return
+    if not sound_rows(view):
+        out.absent("the layers below executed other experts than in the native pass")
+        return
     mine, theirs = (
         {(call.rank, call.microbatch, call.layer, call.phase): call.experts for call in one.calls_of("mtp")} for one in (view, other)
     )
@@ -379,6 +390,9 @@ def _gate_slope(view: StepView, out: Collector) -> None:
     base = next((one for one in view.before.values() if one.done and one.step.backward and _same_ask(one, view)), None)
     if up is None or base is None or base.outcome is None or up.outcome is None or view.outcome is None:
         out.absent("a step that the finite difference needs has no results")
+        return
+    if not all(sound_rows(one) for one in (up, base, view)):
+        out.absent("the steps of the finite difference executed other experts than their targets")
         return
     sketch, high, low = base.outcome.gates.get(layer), up.outcome.loss, view.outcome.loss
     if sketch is None or high is None or low is None:

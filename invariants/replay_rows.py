@@ -17,7 +17,7 @@ from rollproof.records import IntArray
 from rollproof.replay.events import Action, Phase
 from rollproof.replay.targets import chosen_by
 
-__all__ = ["Executed", "judge_rows", "native_choice"]
+__all__ = ["Executed", "judge_rows", "native_choice", "sound_rows", "unsound_before"]
 
 _Places: TypeAlias = "npt.NDArray[np.int64]"
 
@@ -67,6 +67,12 @@ class Executed:
         return np.sort(self.experts, axis=1)
 
     @cached_property
+    def distinct(self) -> npt.NDArray[np.bool_]:
+        """``(rows,)``: which rows executed top_k distinct experts in range."""
+        inside = (self.ordered >= 0) & (self.ordered < (self.view.contract.num_experts or 1))
+        return np.asarray(inside.all(axis=1) & (self.ordered[:, 1:] != self.ordered[:, :-1]).all(axis=1))
+
+    @cached_property
     def held(self) -> npt.NDArray[np.bool_]:
         """``(rows,)``: which rows have a target."""
         inside = self.place >= 0
@@ -112,6 +118,18 @@ def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> No
         ),
         hint=hint,
     )
+
+
+def sound_rows(view: StepView) -> bool:
+    """Whether the forward pass of a step executed its targets: only then do its results, or what it does beside, mean anything."""
+    rows = Executed.of(view, Phase.FORWARD)
+    return bool(rows.distinct.all()) and not rows.wrong.any()
+
+
+def unsound_before(view: StepView) -> str | None:
+    """The name of an ordinary step before that replayed other experts than its targets; ``None`` where there is none."""
+    before = (other for other in view.before.values() if other is not view and other.replays and other.ordinary)
+    return next((other.step.name for other in before if not sound_rows(other)), None)
 
 
 def native_choice(view: StepView) -> IntArray | None:

@@ -14,6 +14,7 @@ from rollproof.fakes.known_bugs import (
     layout_rows,
     layout_samples,
     lifecycle,
+    replay,
     routes,
     stitch,
     values,
@@ -38,5 +39,6 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *layout_layers.BUGS,
     *layout_samples.BUGS,
     *engines.BUGS,
+    *replay.BUGS,
 )
 """All of them, family by family."""

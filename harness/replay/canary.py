@@ -35,7 +35,9 @@ def _shift(step: Step, event: Event) -> Event | None:
 
 def _repeat(step: Step, event: Event) -> Event | None:
     """A row with one expert twice."""
-    if not isinstance(event, Routing) or not _replays(step) or not len(event.experts) or event.experts.shape[1] < 2:
+    if not isinstance(event, Routing) or not _replays(step) or event.model != "policy":
+        return None
+    if not len(event.experts) or event.experts.shape[1] < 2:
         return None
     spoiled = event.experts.copy()
     spoiled[0, 1] = spoiled[0, 0]
@@ -43,7 +45,7 @@ def _repeat(step: Step, event: Event) -> Event | None:
 
 
 def _other_loss(step: Step, event: Event) -> Event | None:
-    if not isinstance(event, Outcome) or event.loss is None or not event.done or not step.same_as or step.variant:
+    if not isinstance(event, Outcome) or event.loss is None or not event.done or not step.same_as or not _replays(step):
         return None
     return replace(event, loss=event.loss * 2 + 1)
 

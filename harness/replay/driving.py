@@ -17,9 +17,10 @@ from rollproof.records import FloatArray, IntArray, Rollout
 from rollproof.replay.contract import terms_of
 from rollproof.replay.events import Outcome, Phase, Residue, Routing, Step
 from rollproof.replay.plans import Episode, Planned, RoutesFrom, episodes_for, random_episodes
-from rollproof.replay.samples import as_payload, make_samples, spoiled, with_drawn_routes, without_response
+from rollproof.replay.samples import as_given, as_payload, make_samples, spoiled, with_drawn_routes, without_response
 from rollproof.replay.spy import InjectedFailure, Spy, UnsupportedStep
 from rollproof.replay.targets import chosen_by
+from rollproof.replay.terms import Defect
 from rollproof.subjects import SubjectFactory
 from rollproof.telling import told
 from rollproof.trace import Header, Recorder, Trace
@@ -127,7 +128,13 @@ class _Drive:
             return
         self.recorder.record(step)
         self.steps[step.name] = step
-        given = replace(step, microbatches=tuple(tuple(_copy(one) for one in batch) for batch in step.microbatches))
+        floating = step.defective if step.defect is Defect.FLOAT else None
+        given = replace(
+            step,
+            microbatches=tuple(
+                tuple(as_given(one, floating=one.request_id == floating) for one in microbatch) for microbatch in step.microbatches
+            ),
+        )
         spy = Spy(given)
         subject = self.subject
         try:
@@ -283,12 +290,6 @@ def _bare(planned: Planned, episode: str) -> Step:
 
 def _cut(routes: IntArray | None, rows: int) -> IntArray | None:
     return None if routes is None else routes[:rows]
-
-
-def _copy(sample: Rollout) -> Rollout:
-    """A sample whose arrays may be written to without reaching the trace."""
-    own = {name: None if (array := getattr(sample, name)) is None else array.copy() for name in ("routes", "loss_mask")}
-    return replace(sample, **own)
 
 
 def _changed(samples: tuple[Rollout, ...], given: tuple[Rollout, ...]) -> tuple[str, ...]:

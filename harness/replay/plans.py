@@ -287,6 +287,7 @@ def _edges() -> Episode:
         name="edges",
         steps=(
             native(),
+            drawn("replay", seed=1),
             drawn("a sample without response", seed=1, edge="a response of length 0"),
             drawn("an empty microbatch", seed=1, edge="a microbatch without samples"),
             drawn("scores that are NaN", seed=1, weights=-1, edge="NaN scores"),

@@ -18,6 +18,7 @@ from rollproof.replay.contract import terms_of
 from rollproof.replay.terms import Defect, ReplayMode
 
 __all__ = [
+    "as_given",
     "as_payload",
     "captured_rows",
     "dtype_of",
@@ -115,7 +116,7 @@ def with_drawn_routes(
 
 
 def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
-    """The sample with routes that have ``defect``."""
+    """The sample with routes that have ``defect``; floating-point ones are left to ``as_given``, for a trace holds integers."""
     routes = sample.routes
     assert routes is not None
     experts = contract.num_experts or 1
@@ -132,7 +133,7 @@ def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
     if defect is Defect.FEW_LAYERS:
         return replace(sample, routes=routes[:, :-1])
     if defect is Defect.FLOAT:
-        return replace(sample, routes=routes.astype(np.float32))  # type: ignore[arg-type]  # that is the defect
+        return sample
     columns = list(contract.moe_columns)
     rows = slice(1, 3)
     values = {Defect.NEGATIVE: -1, Defect.TOO_LARGE: experts, Defect.ZERO_ROWS: 0}
@@ -142,6 +143,14 @@ def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
         wide[rows, columns[0], 0] = values[defect]
     fits = np.iinfo(routes.dtype).min <= wide.min() and wide.max() <= np.iinfo(routes.dtype).max
     return replace(sample, routes=wide.astype(routes.dtype) if fits else wide)
+
+
+def as_given(sample: Rollout, *, floating: bool) -> Rollout:
+    """A sample for the trainer, whose arrays may be written to without reaching the trace; ``floating`` makes its routes float32."""
+    own = {name: None if (array := getattr(sample, name)) is None else array.copy() for name in ("routes", "loss_mask")}
+    if floating and own["routes"] is not None:
+        own["routes"] = own["routes"].astype(np.float32)
+    return replace(sample, **own)
 
 
 def offered_defects(contract: Contract) -> Sequence[Defect]:

@@ -130,14 +130,15 @@ def ids_of_map(routing_map: npt.ArrayLike, top_k: int) -> IntArray:
     return ids
 
 
-@lru_cache(maxsize=512)  # eight for each size of a parameter
-def _signs(size: int, number: int) -> FloatArray:
-    return np.random.default_rng([size, number]).integers(0, 2, size).astype(np.float64) * 2 - 1
+@lru_cache(maxsize=64)
+def _signs(size: int) -> FloatArray:
+    """``(8, size)`` of +1 and -1."""
+    return np.random.default_rng(size).integers(0, 2, (_PROBES, size)).astype(np.float64) * 2 - 1
 
 
 def direction(shape: tuple[int, ...]) -> FloatArray:
     """The direction of +1 and -1 along which gate weights of ``shape`` are nudged; always the same one."""
-    return _signs(int(np.prod(shape, dtype=np.int64)), 0).reshape(shape).copy()
+    return _signs(int(np.prod(shape, dtype=np.int64)))[0].reshape(shape).copy()
 
 
 def sketch(gradient: Any) -> FloatArray:
@@ -149,5 +150,4 @@ def sketch(gradient: Any) -> FloatArray:
     if hasattr(gradient, "detach"):
         gradient = gradient.detach().cpu().double().numpy()
     flat: FloatArray = np.asarray(gradient, dtype=np.float64).ravel()
-    products = [float(flat @ _signs(flat.size, number)) for number in range(_PROBES)]
-    return np.array([float(np.sqrt(flat @ flat)), *products])
+    return np.concatenate([[np.sqrt(flat @ flat)], _signs(flat.size) @ flat])
