@@ -46,10 +46,11 @@ class Target:
 
 
 def references() -> list[Target]:
-    """The reference resume managers that rollproof ships, its reference conversion into batches, and its reference layout functions."""
+    """The references that rollproof ships: resume managers, a conversion into batches, layout functions, trainers with replay."""
     from rollproof.fakes.collating import Collator
     from rollproof.fakes.laying import MegatronLike
     from rollproof.fakes.managers import REFERENCES
+    from rollproof.fakes.replay_references import REFERENCES as TRAINERS
 
     managers = [
         Target(name=name, factory=factory, recipe={"reference": name}, cases=partial(_reference_cases, factory, turn))
@@ -59,6 +60,7 @@ def references() -> list[Target]:
         *managers,
         Target(name="padded-batch", factory=Collator, recipe={"reference": "padded-batch"}, about="batches"),
         Target(name="megatron-layout", factory=MegatronLike, recipe={"reference": "megatron-layout"}, about="layouts"),
+        *(Target(name=name, factory=factory, recipe={"reference": name}, about="replay") for name, factory in TRAINERS.items()),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rollproof.campaign import merge_reports
-from rollproof.checks import default_registry
+from rollproof.checks import Registry, default_registry
 from rollproof.cli.jobs import Settings, judge_all, processors
 from rollproof.cli.options import JsonTarget, Only, ProfileName, Seed, Verbose, WitnessDir
 from rollproof.cli.output import Meter, Output
@@ -29,6 +29,9 @@ def verify(
     ] = None,
     part: Annotated[list[str] | None, typer.Option("--part", metavar="NAME", help="Only this part of the stack; may be repeated.")] = None,
     subject: Annotated[str | None, typer.Option("--subject", metavar="MODULE:FACTORY", help="Judge a subject of your own.")] = None,
+    replay: Annotated[
+        str | None, typer.Option("--replay", metavar="MODULE:FACTORY", help="Judge a trainer with routing replay of your own.")
+    ] = None,
     engine: Annotated[
         str | None, typer.Option("--engine", metavar="NAME", help="Judge a rollout engine: vllm, sglang (installed here), fake-FLAVOUR.")
     ] = None,
@@ -54,15 +57,18 @@ def verify(
     """Judge a stack's rollout code on fake engines: every abort, resume and weight update of a small scope, then random ones.
 
     With --engine it judges a rollout engine itself: rows, logprobs and versions against an independent forward.
-    Without --stack, --subject or --engine it judges the reference resume managers that rollproof ships: all of them must pass.
+    With --replay it judges a trainer: that its routers execute the routes that came with the samples, in every pass and mode.
+    Without any of them it judges the references that rollproof ships (resume managers, a conversion, trainers): all must pass.
     """
     output = Output(json_target)
     check_folder(witness_dir)
     seed = profile_named(profile).seed_for(seed)
     registry = default_registry()
-    ids = registry.select(only).ids if only else registry.ids
     listed = _listed(expected, accept=accept)
-    title, targets = _engine(engine, model, stack, subject, flavour) or _targets(stack, part, subject)
+    title, targets = (
+        _trainer(replay, stack, subject, engine) or _engine(engine, model, stack, subject, flavour) or _targets(stack, part, subject)
+    )
+    ids = registry.select(only).ids if only else _judging(registry, targets)
     settings = Settings(
         profile=profile,
         seed=seed,
@@ -86,6 +92,23 @@ def verify(
     output.json(_json(whole, reports))
     stale = _settle(output, listed, reports, accept=accept)
     return output.ended(ExitCode.FAIL if stale else whole.exit_code)
+
+
+def _judging(registry: Registry, targets: list[Target]) -> tuple[str, ...]:
+    """The checks that a run without --only reports: all, unless every target is of one kind that has checks of its own."""
+    kinds = {target.about for target in targets}
+    own = tuple(check.id for check in registry if check.about in kinds)
+    return own if kinds == {"replay"} else registry.ids
+
+
+def _trainer(replay: str | None, stack: str | None, subject: str | None, engine: str | None) -> tuple[str, list[Target]] | None:
+    """The trainer that is named; ``None`` where none is."""
+    if replay is None:
+        return None
+    if stack is not None or subject is not None or engine is not None:
+        raise UsageError("Give --replay, --engine, --stack or --subject: one run judges one of them.")
+    target = subject_target(replay, "replay", "--replay")
+    return target.name, [target]
 
 
 def _engine(
