@@ -12,10 +12,13 @@ from typing import Any
 
 from rollproof.errors import UsageError
 from rollproof.progress import Progress
+from rollproof.replay.scenarios import ReplayScenarios
 from rollproof.report import Report
+from rollproof.scenarios import Scenarios
 from rollproof.subjects import SubjectFactory
+from rollproof.trace import Header, Trace
 
-__all__ = ["ROLLOUTS", "TOPICS", "Asked", "judge_topic", "topic_of"]
+__all__ = ["ROLLOUTS", "TOPICS", "Asked", "judge_topic", "run_again", "scenarios_of", "topic_of"]
 
 ROLLOUTS = "rollouts"
 """The topic that ``rollproof.campaign`` judges, with schedules on fake engines."""
@@ -76,6 +79,32 @@ TOPICS: Mapping[str, Callable[[SubjectFactory, Asked], Report]] = {
     "layouts": _layouts,
     "engines": _engines,
 }
+
+
+def _replayed(factory: SubjectFactory, header: Header) -> Trace:
+    from rollproof.replay.driving import record_again
+
+    return record_again(factory, header)
+
+
+_AGAIN: Mapping[str, Callable[[SubjectFactory, Header], Trace]] = {"replay": _replayed}
+
+
+def run_again(factory: SubjectFactory, header: Header) -> Trace:
+    """Run on a fresh subject what the trace of ``header`` was made from. Raises ``UsageError`` where it does not say, or cannot be."""
+    if header.about == ROLLOUTS and header.case is not None:
+        from rollproof.case import Case
+        from rollproof.runner import run_case
+
+        return run_case(factory, Case.from_dict(header.case), name=header.subject, recipe=header.recipe)
+    if header.about not in _AGAIN or header.case is None:
+        raise UsageError(f"This trace of {header.about} does not say what was run, so it cannot be run again.")
+    return _AGAIN[header.about](factory, header)
+
+
+def scenarios_of(about: str) -> Scenarios | ReplayScenarios:
+    """What counts the situations of a trace of one kind."""
+    return ReplayScenarios() if about == "replay" else Scenarios()
 
 
 def topic_of(factory: SubjectFactory) -> str:

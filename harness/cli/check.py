@@ -17,8 +17,8 @@ from rollproof.errors import TraceError, UsageError
 from rollproof.judge import Judge, Tally
 from rollproof.progress import Progress
 from rollproof.report import ExitCode, Report
-from rollproof.scenarios import Scenarios
 from rollproof.store import open_trace
+from rollproof.topics import scenarios_of
 from rollproof.trace import Header
 
 __all__ = ["check"]
@@ -67,7 +67,7 @@ class _Judged:
             reader = open_trace(path)
             for header, events in reader.episodes():
                 self.headers.append(header)
-                judge, scenarios = Judge(header, self.tally), Scenarios()
+                judge, scenarios = Judge(header, self.tally), scenarios_of(header.about)
                 for event in events:
                     judge.feed(event)
                     scenarios.event(event)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rollproof.case import Case
 from rollproof.checks import Verdict
 from rollproof.cli.options import JsonTarget
 from rollproof.cli.output import Output
@@ -17,8 +16,8 @@ from rollproof.console import Line, Style, check_lines
 from rollproof.errors import UsageError
 from rollproof.judge import Judgement, judge
 from rollproof.report import ExitCode, Report
-from rollproof.runner import run_case
 from rollproof.store import load_trace
+from rollproof.topics import TOPICS, run_again
 from rollproof.trace import Trace
 
 __all__ = ["replay"]
@@ -51,7 +50,7 @@ def replay(
     else:
         if trace.header.case is None:
             raise UsageError(f"{file} holds no case, so it cannot be run again; `rollproof check {file}` judges it as recorded.")
-        again = run_case(target.factory, Case.from_dict(trace.header.case), name=trace.header.subject, recipe=target.recipe)
+        again = run_again(target.factory, replace(trace.header, recipe=target.recipe))
         outcome = _Outcome(recorded, judge(again), rerun=True)
     output.lines(outcome.lines())
     output.json(outcome.to_dict(trace))
@@ -62,7 +61,8 @@ def _target(trace: Trace, subject: str | None, stack: str | None, part: str | No
     if subject is not None and stack is not None:
         raise UsageError("Give --subject or --stack, not both: one run replays on one of them.")
     if subject is not None:
-        return subject_target(subject)
+        about = trace.header.about
+        return subject_target(subject, about if about in TOPICS else None)
     if stack is not None:
         targets = stack_targets(stack, [part] if part else ())[1]
         if len(targets) > 1:

@@ -25,7 +25,7 @@ from rollproof.subjects import SubjectFactory
 from rollproof.telling import told
 from rollproof.trace import Header, Recorder, Trace
 
-__all__ = ["drive_episode", "make_subject", "record_replay"]
+__all__ = ["drive_episode", "make_subject", "record_again", "record_replay"]
 
 REFERENCE = "reference"
 _NO_RESPONSE, _EMPTY = "a response of length 0", "a microbatch without samples"
@@ -66,6 +66,16 @@ def record_replay(
         drive_episode(subject or make_subject(factory, label), episode, recorder, label)
         subject = None
     return recorder.trace(header)
+
+
+def record_again(factory: SubjectFactory, header: Header) -> Trace:
+    """Ask a fresh subject for the episodes that a trace was made from. Raises ``UsageError`` where the header names none."""
+    episodes = (header.case or {}).get("episodes")
+    if not isinstance(episodes, list | tuple) or not episodes or not all(isinstance(one, str) for one in episodes):
+        raise UsageError("The case of this trace names no episodes: it was not written by rollproof, or was edited.")
+    return record_replay(
+        factory, name=header.subject, profile=header.profile or "pr", seed=header.seed, only=episodes, recipe=header.recipe
+    )
 
 
 def drive_episode(subject: Any, episode: Episode, recorder: Recorder, label: str = "the subject") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,14 @@ from rollproof.judge import Judgement, judge
 from rollproof.progress import Progress
 from rollproof.replay.canary import try_canary
 from rollproof.replay.driving import record_replay
-from rollproof.replay.events import Outcome, Routing, Step
+from rollproof.replay.events import Step
+from rollproof.replay.scenarios import ReplayScenarios
 from rollproof.report import Report
 from rollproof.subjects import SubjectFactory
 from rollproof.trace import Trace
 from rollproof.witnesses import drop_witnesses, write_witness
 
-__all__ = ["judge_replay", "replay_scenarios"]
+__all__ = ["judge_replay"]
 
 FAMILY = "replay"
 
@@ -54,7 +54,7 @@ def judge_replay(
         profile=profile,
         seed=seed,
         results=judgement.results,
-        exercised=replay_scenarios(trace),
+        exercised=_exercised(trace),
         canary=try_canary(trace, registry),
         expected={check_id: reason for check_id, reason in (expected or {}).items() if check_id in registry.ids},
         cases=len(_episodes(trace)),
@@ -62,23 +62,11 @@ def judge_replay(
     )
 
 
-def replay_scenarios(trace: Iterable[Any]) -> dict[str, int]:
-    """What a trace exercised, counted by name."""
-    counts: Counter[str] = Counter()
-    for event in trace:
-        if isinstance(event, Step):
-            counts[f"steps, {event.action}"] += 1
-            counts[f"steps, {event.purpose}"] += 1
-            counts[f"steps with {event.recompute} recompute"] += event.recompute != "none"
-            counts["steps under drifted weights"] += event.weights > 0
-            counts["bad routes"] += event.defect is not None
-            counts["steps with a failure"] += event.fail_at is not None
-        elif isinstance(event, Routing):
-            counts[f"rows routed in {event.phase}"] += len(event.experts)
-        elif isinstance(event, Outcome):
-            counts["steps skipped"] += bool(event.skipped)
-            counts["steps that ended with an error"] += event.error is not None
-    return {name: count for name, count in sorted(counts.items()) if count}
+def _exercised(trace: Trace) -> dict[str, int]:
+    scenarios = ReplayScenarios()
+    for event in trace.events:
+        scenarios.event(event)
+    return scenarios.counts
 
 
 def _episodes(trace: Trace) -> list[str]:
