@@ -34,8 +34,8 @@ def replay(
 ) -> int:
     """Judge a counterexample as recorded, run its case again on the subject, and compare.
 
-    Exit code 1 where a check that failed as recorded fails again (reproduced) or only others fail (another fault), 0 where what
-    failed passes now, 2 where that is not decided.
+    Exit code 1 where a check that failed as recorded fails again (reproduced), only others fail (another fault), or nothing failed as
+    recorded and something does now (new fault); 0 where what failed passes now, 2 where that is not decided.
     """
     output = Output(json_target)
     trace = load_trace(file)
@@ -43,6 +43,8 @@ def replay(
     output.say(
         f"{file}: {trace.header.subject}, {len(trace.events)} events; failing as recorded: {', '.join(recorded.failed) or 'nothing'}"
     )
+    if not trace.events:
+        output.say("It holds no events, so nothing could be judged as recorded; what counts is the new run.")
     target = _target(trace, subject, stack, part)
     if target is None:
         output.say("The file does not say how to make its subject: only the recorded trace was judged. Name one with --subject or --stack.")
@@ -79,11 +81,11 @@ class _Outcome:
 
     @property
     def verdict(self) -> str:
-        """``reproduced``, ``fixed``, ``another fault``, or ``undecided``."""
+        """``reproduced``, ``another fault``, ``new fault`` (nothing failed as recorded), ``fixed``, or ``undecided``."""
         if set(self.now.failed) & set(self.recorded.failed):
             return "reproduced"
         if self.now.failed:
-            return "another fault"
+            return "another fault" if self.recorded.failed else "new fault"
         passed = {result.id for result in self.now.results if result.verdict is Verdict.PASS}
         return "fixed" if self.recorded.failed and set(self.recorded.failed) <= passed else "undecided"
 
@@ -92,6 +94,7 @@ class _Outcome:
         return {
             "reproduced": ExitCode.FAIL,
             "another fault": ExitCode.FAIL,
+            "new fault": ExitCode.FAIL,
             "fixed": ExitCode.PASS,
             "undecided": ExitCode.UNKNOWN,
         }[self.verdict]
@@ -113,7 +116,7 @@ class _Outcome:
             elif check["id"] in self.recorded.failed:
                 style = Style.GOOD if check["verdict"] == "pass" else Style.DOUBT
                 found.append((style, f"  {check['id']} failed as recorded; now: {check['verdict']} {check['reason']}".rstrip()))
-        style = {"reproduced": Style.BAD, "another fault": Style.BAD, "fixed": Style.GOOD, "undecided": Style.DOUBT}[self.verdict]
+        style = {"fixed": Style.GOOD, "undecided": Style.DOUBT}.get(self.verdict, Style.BAD)
         return [*found, (style, f"{self.verdict}{'' if self.rerun else ' (judged as recorded, not run again)'}")]
 
     def _checks(self) -> list[dict[str, Any]]:

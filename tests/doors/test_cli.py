@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,18 @@ def test_verify_shows_and_keeps_the_counterexample(capsys: pytest.CaptureFixture
     assert "reproduced" in told(capsys, "replay", witness, code=ExitCode.FAIL)
     assert "fixed" in told(capsys, "replay", witness, "--subject", CORRECT, code=ExitCode.PASS)
     assert "FAIL  routes.rows" in told(capsys, "check", witness, "--only", "routes.rows", code=ExitCode.FAIL)
+
+
+def test_a_trace_without_events_can_be_run_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A case alone reproduces nothing: what fails then is a new fault (1), and where nothing fails nothing is decided (2)."""
+    trace = run_case(Concat, ABORTED, recipe={"subject": CONCAT})
+    dump_trace(replace(trace, events=()), tmp_path / "empty.json")
+    text = told(capsys, "replay", "empty.json", code=ExitCode.FAIL)
+
+    assert "It holds no events, so nothing could be judged as recorded; what counts is the new run." in text
+    assert "FAIL  routes.rows" in text
+    assert text.rstrip().endswith("new fault")
+    assert told(capsys, "replay", "empty.json", "--subject", CORRECT, code=ExitCode.UNKNOWN).rstrip().endswith("undecided")
 
 
 def test_expected_failures_turn_the_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
