@@ -1,0 +1,84 @@
+"""Inputs: the samples of a microbatch as what a model of HF transformers is called with, and where each of their tokens went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollproof.records import Rollout
+from rollproof.replay.hf.placing import batch_routes, packed_routes
+from rollproof.replay.layouts.packing import cumulative_lengths, packed
+from rollproof.replay.layouts.padding import Side, padded
+from rollproof.replay.layouts.sources import Source
+
+__all__ = ["Inputs", "Layout", "lay_out"]
+
+
+class Layout(StrEnum):
+    """How samples become one input."""
+
+    LEFT = "left-padded"
+    RIGHT = "right-padded"
+    PACKED = "packed"
+    """One behind the other in one row, told apart by position ids that begin anew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Inputs:
+    """``call`` are the model's keyword arguments, ``source`` the sample and position of each row in the order of the routers' rows."""
+
+    call: dict[str, Any]
+    source: Source
+    samples: tuple[Rollout, ...]
+    cumulative: Any = None
+
+    @property
+    def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """``(rows,)``: the input token of each row, -1 in padding."""
+        return self.source.take([_tokens(sample) for sample in self.samples], fill=-1).astype(np.int64)
+
+    def routes(self) -> Any:
+        """The samples' routes at the rows of the input."""
+        own = [sample.routes for sample in self.samples]
+        return batch_routes(own, self.call["attention_mask"]) if self.cumulative is None else packed_routes(own, self.cumulative)
+
+    def logprobs(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """``(response,)`` float64 for each sample: the row of token p - 1 predicts token p."""
+        flat = logits.flatten(0, -2).double().log_softmax(-1)
+        found = []
+        for number, sample in enumerate(self.samples):
+            rows = np.flatnonzero(self.source.sample == number)  # in the order of positions
+            first = len(sample.prompt_ids) - 1
+            before = torch.from_numpy(rows[first : first + len(sample.response_ids)])
+            found.append(flat[before, torch.tensor(sample.response_ids, dtype=torch.long)])
+        return found
+
+
+def lay_out(samples: Sequence[Rollout], layout: Layout) -> Inputs:
+    """The inputs of a microbatch of at least one sample."""
+    lengths = [sample.total for sample in samples]
+    cumulative = None
+    if layout is Layout.PACKED:
+        cumulative = cumulative_lengths(lengths)
+        source = packed(lengths, cumulative)[None]
+    else:
+        side = Side.LEFT if layout is Layout.LEFT else Side.RIGHT
+        source = padded([len(one.prompt_ids) for one in samples], [len(one.response_ids) for one in samples], side)
+    ids = source.take([_tokens(sample) for sample in samples], fill=0)
+    call = {
+        "input_ids": torch.from_numpy(ids.astype(np.int64)),
+        "position_ids": torch.from_numpy(np.maximum(source.position, 0)),
+        "use_cache": False,
+    }
+    if layout is not Layout.PACKED:
+        call["attention_mask"] = torch.from_numpy(source.filled.astype(np.int64))
+    return Inputs(call=call, source=source.flat(), samples=tuple(samples), cumulative=cumulative)
+
+
+def _tokens(sample: Rollout) -> Any:
+    return np.array(sample.prompt_ids + sample.response_ids, dtype=np.int64)

@@ -1,0 +1,143 @@
+"""Routers: those of a model of HF transformers, found by structure and not by the names of a family.
+
+An MoE block is a module with a child that holds the experts (parameters ``(num_experts, ...)`` of three dimensions, or a list of
+``num_experts`` modules); its router is the other child with a weight ``(num_experts, hidden)``: ``mlp.gate`` in most families,
+``mlp.router`` in GPT-OSS, ``block_sparse_moe.gate`` in older ones. ``num_experts`` and ``top_k`` come from the model's configuration.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from rollproof.errors import RouterError
+
+__all__ = ["Router", "Routers", "find_routers"]
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Router:
+    """One router: the module, its path in the model, and the index of its layer among all layers."""
+
+    module: nn.Module
+    path: str
+    layer: int
+
+    def __str__(self) -> str:
+        return f"The router {self.path} ({type(self.module).__name__})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Routers:
+    """The routers of one model, in the order of their layers.
+
+    ``owner`` is the module that holds the layers and runs them. ``proven`` are the layers whose router has been tried (``topk.probe``).
+    """
+
+    all: tuple[Router, ...]
+    owner: nn.Module
+    num_layers: int
+    num_experts: int
+    top_k: int
+    proven: set[int] = field(default_factory=set)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The global indexes of the layers with a router, ascending."""
+        return tuple(router.layer for router in self.all)
+
+
+def find_routers(model: Any) -> Routers:
+    """The routers of ``model``: a model of HF transformers, or a wrapper around one (DDP, PEFT, FSDP2).
+
+    Keep the result where a loop replays often: it saves the walk over all modules. Raises ``RouterError`` for a compiled model, a model
+    without MoE layers, and one whose routers are not found beyond doubt.
+    """
+    config = next((found for module in model.modules() if (found := _text_config(module)) is not None), None)
+    if config is None:
+        raise RouterError(f"{type(model).__name__} has no configuration of HF transformers (a `config`), so its top-k is not known.")
+    num_experts, top_k = (next((v for n in names if isinstance(v := getattr(config, n, None), int)), 0) for names in (_EXPERTS, _TOP_K))
+    if num_experts < 2:
+        raise RouterError(
+            f"{type(model).__name__} has no MoE layers (its configuration {type(config).__name__} names no number of experts): there is "
+            "nothing to replay. Leave hf_replay out for dense models."
+        )
+    if not 1 <= top_k <= num_experts:
+        raise RouterError(f"{type(config).__name__} has {num_experts} experts and no usable number of experts per token ({list(_TOP_K)}).")
+    found = sorted(_routers(model, num_experts), key=lambda router: router.layer)
+    if not found:
+        raise RouterError(
+            f"No module of {type(model).__name__} looks like an MoE block with {num_experts} experts and a router weight ({num_experts}, "
+            "hidden), although its configuration has experts: every layer is dense, or this family is built in another way."
+        )
+    _refuse_compiled(model, found)
+    owners = {_split(router.path)[0] for router in found}
+    if len(owners) > 1 or len({router.layer for router in found}) < len(found):
+        raise RouterError(
+            f"{type(model).__name__} has several stacks of layers with routers ({sorted(owners)}): give hf_replay the one that replays, "
+            "such as `model.thinker`. Two copies of one decoder are a defect (verl#7340)."
+        )
+    owner = model.get_submodule(stack.rpartition(".")[0]) if (stack := owners.pop()) else model
+    num_layers = len(model.get_submodule(stack)) if stack else found[-1].layer + 1
+    return Routers(all=tuple(found), owner=owner, num_layers=num_layers, num_experts=num_experts, top_k=top_k)
+
+
+def _routers(model: nn.Module, num_experts: int) -> Iterator[Router]:
+    for path, block in model.named_modules():
+        children = dict(block.named_children())
+        experts = [name for name, child in children.items() if _holds_experts(name, child, num_experts)]
+        if not experts:
+            continue
+        gates = [name for name, child in children.items() if name not in experts and _is_gate(child, num_experts)]
+        if len(gates) != 1:
+            raise RouterError(
+                f"The MoE block {path} ({type(block).__name__}) has {len(gates)} children with a weight ({num_experts}, hidden), not "
+                f"one (children: {sorted(children)}): its router is not found beyond doubt. A router that is itself wrapped (LoRA, "
+                "quantised) is not supported: leave the router out of the wrapped modules."
+            )
+        full = f"{path}.{gates[0]}" if path else gates[0]
+        yield Router(module=children[gates[0]], path=full, layer=_split(full)[1])
+
+
+def _holds_experts(name: str, child: nn.Module, num_experts: int) -> bool:
+    if isinstance(child, nn.ModuleList):
+        return "expert" in name and len(child) == num_experts
+    return any(p.dim() == 3 and p.shape[0] == num_experts and min(p.shape[1:]) > 1 for p in child.parameters(recurse=False))
+
+
+def _is_gate(child: nn.Module, num_experts: int) -> bool:
+    return any(p.dim() == 2 and p.shape[0] == num_experts for p in child.parameters(recurse=False))
+
+
+def _split(path: str) -> tuple[str, int]:
+    """The path of the list of layers, and the index of the layer: the first number in the path."""
+    parts = path.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return ("", 0) if at is None else (".".join(parts[:at]), int(parts[at]))
+
+
+def _text_config(module: nn.Module) -> Any | None:
+    config: Any = getattr(module, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else None
+
+
+def _refuse_compiled(model: nn.Module, routers: list[Router]) -> None:
+    """Code that was traced before may not call a router that is exchanged later; whether it does depends on its guards."""
+    around = {path for router in routers for path in itertools.accumulate(router.path.split("."), "{}.{}".format)} | {""}
+    compiled = [
+        path or type(model).__name__
+        for path, module in model.named_modules()
+        if path in around and (hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None)
+    ]
+    if compiled:
+        raise RouterError(
+            f"{compiled[0]} is compiled (torch.compile) with the routers in it, and rollproof cannot prove that such code sees the routes. "
+            "Replay the model as it was before torch.compile, or compile parts without routers (such as the attention modules)."
+        )
