@@ -70,6 +70,32 @@ def gpu(session: nox.Session) -> None:
     session.run("pytest", "gpu_suites", *session.posargs)
 
 
+ENGINES = {
+    # what comes along and is built for CUDA: transformers fails to import beside it on a torch without
+    "vllm": {"without_dependencies": (), "taken_out": ("torchvision", "torchaudio", "torchcodec")},
+    "sglang": {"without_dependencies": ("sglang==0.5.21",), "taken_out": ()},
+}
+"""Engines that run on a plain CPU: what is installed without its dependencies, and what is taken out again, after their requirements."""
+
+
+@nox.session
+@nox.parametrize("engine", list(ENGINES), ids=list(ENGINES))
+def engines(session: nox.Session, engine: str) -> None:
+    """Judge a real engine on this CPU, each in an environment of its own: `nox -s "engines(vllm)"`. Installs gigabytes once, runs minutes."""
+    marker = Path(session.virtualenv.location) / "installed"
+    requirements = ROOT / "harness" / "engines" / "requirements" / f"{engine}.txt"
+    if not marker.is_file() or marker.read_text(encoding="utf-8") != requirements.read_text(encoding="utf-8"):
+        session.install("-r", str(requirements))
+        for package in ENGINES[engine]["without_dependencies"]:
+            session.install("--no-deps", package)
+        for package in ENGINES[engine]["taken_out"]:
+            session.run("python", "-m", "pip", "uninstall", "-y", package)
+        shutil.copy(requirements, marker)
+    install(session, "test")
+    tests = [f"tests/engines/test_{engine}.py", "tests/fakes/test_tiny_models.py"]
+    session.run("pytest", *(session.posargs or ["-v", *tests]))
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""

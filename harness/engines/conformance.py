@@ -30,7 +30,7 @@ from rollproof.scenarios import Scenarios
 from rollproof.subjects import EngineSubject
 from rollproof.trace import Trace
 
-__all__ = ["EngineRun", "EngineTarget", "engine_registry", "run_engine_conformance", "run_experiments"]
+__all__ = ["EngineRun", "EngineTarget", "engine_registry", "judged", "run_engine_conformance", "run_experiments"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ def run_engine_conformance(
         run = run_experiments(target, only=experiments, seed=seed, progress=progress)
     if save is not None:
         _save(run.traces, Path(save))
-    return _report(target.name, run, registry, expected or {}, seed, time.perf_counter() - began)
+    return judged(target.name, run, registry=registry, expected=expected, seed=seed, seconds=time.perf_counter() - began)
 
 
 def engine_registry(only: Iterable[str] = ()) -> Registry:
@@ -208,7 +208,17 @@ async def _recovered(engine: EngineSubject) -> bool:
     return True
 
 
-def _report(name: str, run: EngineRun, registry: Registry, expected: Mapping[str, str], seed: int, seconds: float) -> Report:
+def judged(
+    name: str,
+    run: EngineRun,
+    *,
+    registry: Registry | None = None,
+    expected: Mapping[str, str] | None = None,
+    seed: int = 0,
+    seconds: float = 0.0,
+) -> Report:
+    """The report on what a run recorded."""
+    registry = registry if registry is not None else engine_registry()
     tally = Tally(registry)
     exercised: Counter[str] = Counter()
     clean: list[Trace] = []
@@ -227,7 +237,7 @@ def _report(name: str, run: EngineRun, registry: Registry, expected: Mapping[str
         results=results,
         exercised=dict(exercised),
         canary=try_canary(clean, passed) if clean else None,
-        expected={check: reason for check, reason in expected.items() if check in registry.ids},
+        expected={check: reason for check, reason in (expected or {}).items() if check in registry.ids},
         cases=tally.traces,
         seconds=seconds,
         notes=tuple(run.notes),

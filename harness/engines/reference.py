@@ -46,6 +46,20 @@ class ReferenceModel:
         scaled = raw if temperature in (0.0, 1.0) else _taken(logits / temperature, ids)
         return raw, scaled, *self._routing(scores, len(ids))
 
+    def replayed(self, version: str, ids: Sequence[int], routes: IntArray) -> LogprobArray:
+        """``(T,)``: the log-probability of each token at temperature 1 with every router executing ``routes``, NaN for the first.
+
+        ``routes`` is ``(T, layers, top_k)`` over all layers or the MoE ones; a row of -1 is routed by the model itself.
+        """
+        import torch
+
+        from rollproof.replay.hf.passes import hf_replay
+
+        model = self._model(version)
+        with torch.no_grad(), hf_replay(model, torch.as_tensor(routes)):
+            logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        return _taken(logits, ids)
+
     def _model(self, version: str) -> Any:
         if version not in self._models:
             try:

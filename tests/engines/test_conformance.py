@@ -235,7 +235,7 @@ def test_settings_reach_the_engine() -> None:
     """The crowded setting has less KV than its calls need: some are preempted, or the run says that none were."""
     settings = EngineSettings(model=Path(), kv_tokens=None)
     roomy = fake_target("vllm")
-    roomy = replace(roomy, settings={name: settings for name in roomy.settings})
+    roomy = replace(roomy, settings=dict.fromkeys(roomy.settings, settings))
     run = run_experiments(roomy, only=["crowded"])
     assert ["not brought about in crowded: no call was preempted, or the engine does not count it"] == run.notes
     assert [] == run_experiments(fake_target("vllm"), only=["crowded"]).notes

@@ -1,0 +1,117 @@
+"""Calibration: what a contract fixes of an experiment's trace, as plain facts that a fake and a real engine must share.
+
+Tokens, values and how far a call had come when it was aborted differ from run to run; how a call ended, how many rows it has for its
+tokens, which parts its reply holds, which weights its values show and how it was streamed do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from rollproof.contract import Contract, KvPolicy, Rows
+from rollproof.records import EngineOutput, FinishReason, Span
+from rollproof.trace import Call, Chunk, Reply, Result, Trace, Weights
+
+__all__ = ["differences", "facts"]
+
+
+def facts(trace: Trace) -> frozenset[str]:
+    """What the contract fixes of this experiment, one sentence a fact."""
+    contract = trace.header.engine or trace.header.contract
+    calls = {event.call_id: event for event in trace.events if isinstance(event, Call)}
+    chunks: dict[int, list[Chunk]] = {}
+    names: dict[object, str] = {}
+    found: set[str] = set()
+    for event in trace.events:
+        if isinstance(event, Weights):
+            names.setdefault(event.version, "old" if not names else "new")
+            names[event.label] = names[event.version] if event.label not in names else names[event.label]
+        elif isinstance(event, Chunk):
+            chunks.setdefault(event.call_id, []).append(event)
+        elif isinstance(event, Reply):
+            call = calls[event.call_id]
+            kind = _kind(call, event.output)
+            found.update(f"{kind}: {fact}" for fact in _reply_facts(contract, call, event.output))
+            found.update(f"{kind}: {fact}" for fact in _version_facts(contract, event, names))
+            found.update(f"{kind}, {call.stream} stream: {fact}" for fact in _stream_facts(chunks.get(event.call_id, [])))
+        elif isinstance(event, Result) and event.error is not None:
+            found.add("a call is refused with an error")
+    return frozenset(found)
+
+
+def differences(left: Iterable[Trace], right: Iterable[Trace], names: tuple[str, str] = ("fake", "real")) -> Mapping[str, list[str]]:
+    """By experiment, the facts that only one of two runs shows, each with the name of the run; only experiments that both ran."""
+    first, second = ({trace.header.profile: facts(trace) for trace in traces} for traces in (left, right))
+    out = {}
+    for experiment in sorted(set(first) & set(second)):
+        a, b = first[experiment], second[experiment]
+        told = [f"{names[0]} only: {fact}" for fact in sorted(a - b)] + [f"{names[1]} only: {fact}" for fact in sorted(b - a)]
+        if told:
+            out[experiment] = told
+    return out
+
+
+def _kind(call: Call, output: EngineOutput) -> str:
+    if output.finish_reason is FinishReason.ABORT:
+        ended = "aborted with tokens" if output.token_ids else "aborted without tokens"
+    else:
+        ended = f"ended by {output.finish_reason}"
+    asked = ", ".join(name for name, wanted in (("routes", call.want_routes), ("an offset", call.routes_start > 0)) if wanted)
+    return f"a call that asked for {asked or 'no routes'} and {ended}"
+
+
+def _reply_facts(contract: Contract, call: Call, output: EngineOutput) -> Iterable[str]:
+    tokens = len(output.token_ids)
+    yield f"the finish reason is spelled {output.native!r}"
+    yield f"cached tokens are {'not told' if output.cached_tokens is None else 'told'}"
+    if output.logprobs is None:
+        yield "no logprobs"
+    else:
+        yield f"{len(output.logprobs) - tokens:+d} logprobs beside one per token"
+        yield f"logprobs {'hold' if np.isnan(output.logprobs).any() else 'hold no'} missing values"
+    if output.routes is None:
+        yield "no rows"
+        return
+    due = len(call.prompt_ids) + tokens - output.routes_start - (contract.rows is not Rows.ALL)
+    yield f"{len(output.routes) - due:+d} rows beside those that are due"
+    yield f"{output.routes.shape[1] - contract.route_layers:+d} layers and {output.routes.shape[2] - (contract.top_k or 0):+d} experts beside the declared"
+    yield f"rows are of {output.routes.dtype.name}"
+
+
+def _version_facts(contract: Contract, reply: Reply, names: Mapping[object, str]) -> Iterable[str]:
+    """Which weights the engine says, and which the values show; over kept KV values show none, by declaration."""
+    output = reply.output
+    if output.spans:
+        yield f"spans: {_order(output.spans, names)}"
+        starts = [0, *(span.end for span in output.spans)]
+        yield f"spans {'cover' if starts[-1] == len(output.token_ids) else 'do not cover'} the tokens"
+    elif output.version is not None:
+        yield "one version is told"
+    else:
+        yield "no version is told"
+    if contract.kv_policy is KvPolicy.KEEP:
+        return
+    if reply.true_tokens:
+        yield f"logprobs show {_order(reply.true_tokens, names)}"
+    if reply.true_rows:
+        yield f"rows show {_order(reply.true_rows, names)}"
+
+
+def _order(spans: Iterable[Span], names: Mapping[object, str]) -> str:
+    shown: list[str] = []
+    for span in spans:
+        name = names.get(span.version, str(span.version))
+        if not shown or shown[-1] != name:
+            shown.append(name)
+    return " then ".join(shown)
+
+
+def _stream_facts(chunks: list[Chunk]) -> Iterable[str]:
+    if not chunks:
+        return
+    yield f"routes come {'with the last chunk' if chunks[-1].rows is not None else 'not at all'}"
+    if any(chunk.rows is not None for chunk in chunks[:-1]):
+        yield "routes come with chunks before the last"
+    yield f"{sum(chunk.finished for chunk in chunks)} chunk says that it is the last"
