@@ -43,7 +43,11 @@ def _layer_map(one: LayoutCall, out: Collector) -> None:
         layer, column = wrong[0]
         whose = {held: of for of, held in layout.column.items()}
         owner = (
-            f"that of layer {whose[column]}" if column in whose else "of no MoE layer" if column is not None else "no column of one layer"
+            f"that of layer {whose[column]}"
+            if column in whose
+            else "of no MoE layer"
+            if column is not None
+            else "or rows of several, or in another order"
         )
         out.finding(
             "a router reads another layer's column",
@@ -56,14 +60,14 @@ def _layer_map(one: LayoutCall, out: Collector) -> None:
 
 
 def _column(one: LayoutCall, value: IntArray) -> int | None:
-    """The payload column that a router reads; ``None`` where its rows come from none or several."""
+    """The payload column that a router reads; ``None`` where its rows come from none or several, or not in order."""
     if value.ndim == 0:
         return int(value)
     if value.ndim != 2 or value.shape[-1] != one.call.coding.width:
         return None
-    cells = one.call.coding.decode(value)
-    columns = {one.call.coding.place(int(cell))[2] if cell >= 0 else -1 for cell in cells}
-    return columns.pop() if len(columns) == 1 and -1 not in columns else None
+    places = [one.call.coding.place(int(cell)) for cell in one.call.coding.decode(value)]
+    column = places[0][2] if places else -1
+    return column if places == [(0, position, column) for position in range(one.call.lengths[0])] else None
 
 
 def _chunk_layers(one: LayoutCall, out: Collector, hint: str) -> None:

@@ -5,6 +5,7 @@ framework takes longer than anything that the scripts do.
 """
 
 import contextlib
+import importlib.util
 import io
 import runpy
 import sys
@@ -15,8 +16,10 @@ HERE = Path(__file__).parent
 
 
 def scripts(prefixes):
-    """Scripts by name; stand-ins are not scripts."""
-    names = sorted(path.stem for path in HERE.glob("verl_*.py") if not path.stem.endswith("stub"))
+    """Scripts by name; stand-ins are not scripts. Those of Megatron are left out where it is not installed."""
+    kinds = ["verl", *(["megatron"] if importlib.util.find_spec("megatron") else [])]
+    names = sorted(path.stem for kind in kinds for path in HERE.glob(f"{kind}_*.py") if not path.stem.endswith("stub"))
+    names = [name for name in names if "skyrl" not in name or importlib.util.find_spec("skyrl")]
     return [name for name in names if not prefixes or name.startswith(tuple(prefixes))]
 
 

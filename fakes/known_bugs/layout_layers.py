@@ -175,7 +175,7 @@ BUGS: tuple[KnownBug, ...] = (
     layout_bug(
         "offset-counts-dense",
         "The offset of a pipeline stage counts dense layers, where the payload's columns do not.",
-        ("verl#5037", "ROLL router_replay_utils.py"),
+        ("verl#5452", "verl#5037", "ROLL router_replay_utils.py"),
         _OffsetOfRouters,
         "select",
         "layer-map",

@@ -175,7 +175,7 @@ BUGS: tuple[KnownBug, ...] = (
     layout_bug(
         "batch-major-for-sequence-major",
         "A batch is flattened sample by sample, where the model flattens place by place.",
-        ("SkyRL#1908", "NeMo-RL router_replay.py"),
+        ("miles#3146", "SkyRL#1908", "NeMo-RL router_replay.py"),
         _BatchMajor,
         "flatten",
         "flatten-order",

@@ -184,7 +184,7 @@ BUGS: tuple[KnownBug, ...] = (
     layout_bug(
         "aligned-by-tensor-size",
         "Sequences are aligned to the tensor-parallel size, not to 2 * cp times it.",
-        ("slime#1052", "cf. verl#7106"),
+        ("slime#1052", "miles#465"),
         _AlignsByTensorSize,
         "pack",
         "alignment",

@@ -1,0 +1,143 @@
+"""SkyRL's layout functions for routing replay on Megatron, released and unmodified, as layout subjects.
+
+Judged are ``_pack_replay_indices``, ``_remove_left_padding_from_indices`` and ``setup_per_microbatch_replay_forward``
+(skyrl.backends.skyrl_train.utils.replay_utils). Needs skyrl and megatron-core, both ``--no-deps``, and torch; no device and no
+process group.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy as np
+
+from rollproof.contract import Rows
+from rollproof.errors import StackError
+from rollproof.records import IntArray
+from rollproof.replay.layouts.layout import Layout
+from rollproof.replay.layouts.mesh import Mesh, Rank
+from rollproof.replay.layouts.packing import Alignment
+from rollproof.replay.layouts.padding import Fill, Side
+from rollproof.replay.layouts.slicing import Order
+from rollproof.stacks.megatron_rank import megatron_config, megatron_rank
+
+__all__ = ["SkyRLPacked", "SkyRLPadded", "replay_utils"]
+
+_PACKED = Layout(
+    num_layers=4,
+    num_experts=64,
+    top_k=2,
+    held=Rows.ALL,
+    mesh=Mesh(tp=2, sequence_parallel=True),
+    alignment=Alignment(by=("tp", "2cp")),
+    side=Side.LEFT,
+    fill=Fill.ZEROS,
+    final=Fill.ZEROS,
+)
+
+
+class SkyRLPacked:
+    """Microbatches whose padding is removed: sequences are packed and divided in zigzag."""
+
+    layout: ClassVar[Layout] = _PACKED
+    packs: ClassVar[bool] = True
+
+    def supports(self, function: str, layout: Layout) -> str | None:
+        """SkyRL has no virtual stages; that its replay refuses them is not in this release."""
+        if layout.mesh.vpp > 1:
+            return "SkyRL has no virtual stages"
+        if layout.stages.custom is not None and layout.mesh.pp == 1:
+            return "Megatron has custom stages for pipelines only"
+        return None
+
+    def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> Any:
+        """``_pack_replay_indices``."""
+        batch, mask = _left_padded(samples)
+        with megatron_rank(layout.mesh, rank):
+            return replay_utils()._pack_replay_indices(batch, mask)[0]
+
+    def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[int, Any]:
+        """``setup_per_microbatch_replay_forward`` on one sequence, which needs no packing to keep its order."""
+        return self.targets(layout, [rows], [len(rows)], rank, chunk)
+
+    def targets(self, layout: Layout, payloads: Sequence[IntArray], lengths: Sequence[int], rank: Rank, chunk: int) -> dict[int, Any]:
+        """``setup_per_microbatch_replay_forward``."""
+        skyrl = replay_utils()
+        batch, mask = _left_padded(payloads)
+        layers = layout.routers(rank.pp, chunk)
+        with _routers(layers) as routers, megatron_rank(layout.mesh, rank):
+            skyrl.setup_per_microbatch_replay_forward(batch, mask, megatron_config(layout), remove_microbatch_padding=self.packs)
+            found = {layer: router.target_topk_idx for layer, router in zip(layers, routers, strict=True)}
+            skyrl.clear_router_replay()
+        return found
+
+
+class SkyRLPadded(SkyRLPacked):
+    """Microbatches whose padding on the left is moved to the right: a batch of lines, which Megatron flattens place by place."""
+
+    layout: ClassVar[Layout] = replace(_PACKED, packed=False, side=Side.RIGHT, order=Order.SEQUENCE_MAJOR, alignment=Alignment(by=("tp",)))
+    packs: ClassVar[bool] = False
+    context = select = None  # type: ignore[assignment]  # as in SkyRLPacked
+
+    def supports(self, function: str, layout: Layout) -> str | None:
+        """Context parallelism needs packing."""
+        return "SkyRL packs under context parallelism" if layout.mesh.cp > 1 else super().supports(function, layout)
+
+
+@cache
+def replay_utils() -> Any:
+    """SkyRL's module of replay functions, loaded without the packages around it, which import the whole trainer.
+
+    Raises ``StackError`` where SkyRL is not installed.
+    """
+    found = importlib.util.find_spec("skyrl")
+    if found is None or not found.submodule_search_locations:
+        raise StackError("SkyRL is not installed: python -m pip install --no-deps skyrl megatron-core")
+    root, base = Path(found.submodule_search_locations[0]), "skyrl.backends.skyrl_train"
+    packing = _loaded(f"{base}.distributed.megatron.packing_utils", root / "backends/skyrl_train/distributed/megatron/packing_utils.py")
+    around = {".".join(packing.__name__.split(".")[:n]): ModuleType("skyrl") for n in range(1, 6)}
+    with mock.patch.dict(sys.modules, {**around, packing.__name__: packing}):
+        return _loaded(f"{base}.utils.replay_utils", root / "backends/skyrl_train/utils/replay_utils.py")
+
+
+def _loaded(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise StackError(f"This release of SkyRL has no {path.name}: the adapter knows 0.3.0.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _left_padded(samples: Sequence[IntArray]) -> tuple[Any, Any]:
+    """A batch ``(samples, width, columns, k)`` padded on the left by two places and more, and its attention mask, as tensors."""
+    import torch
+
+    width = max(len(sample) for sample in samples) + 2
+    batch = np.zeros((len(samples), width, *samples[0].shape[1:]), dtype=np.int64)
+    mask = np.zeros((len(samples), width), dtype=np.int64)
+    for line, attended, sample in zip(batch, mask, samples, strict=True):
+        line[width - len(sample) :] = sample
+        attended[width - len(sample) :] = 1
+    return torch.as_tensor(batch), torch.as_tensor(mask)
+
+
+@contextmanager
+def _routers(layers: Sequence[int]) -> Iterator[list[Any]]:
+    """Megatron's ``RouterReplay`` of these layers as the whole registry, numbered as SkyRL's patch of ``TopKRouter`` numbers them."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    with mock.patch.object(RouterReplay, "global_router_replay_instances", []):
+        routers = [RouterReplay() for _ in layers]
+        for router, layer in zip(routers, layers, strict=True):
+            router.layer_number = layer + 1
+        yield routers

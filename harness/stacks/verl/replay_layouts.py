@@ -1,0 +1,270 @@
+"""verl's layout functions for routing replay on Megatron, released and unmodified, as layout subjects.
+
+Judged are ``preprocess_thd_engine`` and ``postprocess_thd_engine`` (verl.models.mcore.util), ``align_r3_router_replay_data``,
+``build_r3_replay_mask``, ``set_router_replay_data``, ``get_current_rank_layer_info``, ``get_moe_num_layers_to_build``,
+``reorder_and_merge_vpp_layers``, ``merge_nested_router_maps`` and ``pp_gather`` (verl.utils.megatron.router_replay_utils),
+``restore_dynamic_batch``, ``get_seqlen_balanced_partitions``, ``index_select_tensor_dict`` and ``left_right_2_no_padding``. Needs verl and
+megatron-core (``pip install --no-deps megatron-core``); no device and no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy as np
+
+from rollproof.records import IntArray
+from rollproof.replay.layouts.context import Context
+from rollproof.replay.layouts.layout import Layout
+from rollproof.replay.layouts.mesh import Mesh, Rank
+from rollproof.replay.layouts.packing import Alignment
+from rollproof.replay.layouts.padding import Fill, Side
+from rollproof.stacks.megatron_rank import megatron_config, megatron_rank
+
+__all__ = ["VerlR2", "VerlR3", "VerlR3Contiguous", "VerlSamples"]
+
+_FULL = Layout(
+    num_layers=4,
+    num_experts=64,
+    top_k=2,
+    mesh=Mesh(tp=2, sequence_parallel=True),
+    alignment=Alignment(by=("tp", "2cp")),
+    side=Side.BOTH,
+    fill=Fill.ZEROS,
+    final=Fill.ZEROS,
+)
+
+
+class VerlR3:
+    """Replay of routes that the rollout engine recorded: payloads have a column for every layer, and replay is masked."""
+
+    layout: ClassVar[Layout] = _FULL
+
+    def supports(self, function: str, layout: Layout) -> str | None:
+        """Packed rows of all ranks at once exist in verl only without context parallelism."""
+        if function in ("pack", "unpack") and layout.mesh.cp > 1:
+            return "verl packs and divides in one function"
+        if layout.stages.custom is not None and layout.mesh.pp == 1:
+            return "Megatron has custom stages for pipelines only"
+        return None
+
+    def complete(self, layout: Layout, routes: IntArray, tokens: int) -> tuple[Any, Any]:
+        """``align_r3_router_replay_data`` with ``build_r3_replay_mask``; all tokens but the first are the response."""
+        import torch
+        from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data, build_r3_replay_mask
+
+        ids = _nested([np.arange(tokens)])
+        rows = align_r3_router_replay_data(_nested([routes]), ids)
+        mask = build_r3_replay_mask(ids, torch.ones(1, max(0, tokens - 1), dtype=torch.long))
+        return rows.unbind()[0], mask.unbind()[0]
+
+    def pack(self, layout: Layout, samples: Sequence[IntArray]) -> tuple[Any, Any]:
+        """``preprocess_thd_engine`` without context parallelism."""
+        return self._thd(layout, samples, Rank())
+
+    def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> Any:
+        """``preprocess_thd_engine`` on a context-parallel rank."""
+        return self._thd(layout, samples, rank)[0]
+
+    def unpack(self, layout: Layout, rows: IntArray, lengths: Sequence[int]) -> Any:
+        """``postprocess_thd_engine`` without context parallelism."""
+        return self.context_merge(layout, [rows], lengths)
+
+    def context_merge(self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]) -> Any:
+        """``postprocess_thd_engine`` on rank 0, which gathers the pieces of the others."""
+        import torch
+        from verl.models.mcore.util import postprocess_thd_engine, preprocess_thd_engine
+
+        tensors = [torch.as_tensor(piece)[None] for piece in pieces]
+        ids = _nested([np.arange(length) for length in lengths])
+        with megatron_rank(layout.mesh, Rank(), tensors):
+            params = preprocess_thd_engine(ids, pre_process=True, cp_layout=_division(layout))[1]
+            out = postprocess_thd_engine(tensors[0], params, ids, len(lengths), cp_layout=_division(layout))
+        return list(out.unbind())
+
+    def tensor_slice(self, layout: Layout, rows: IntArray, rank: Rank) -> Any:
+        """Megatron's ``scatter_to_sequence_parallel_region``, which verl calls."""
+        import torch
+        from verl.utils.megatron.router_replay_utils import scatter_to_sequence_parallel_region
+
+        with megatron_rank(layout.mesh, rank):
+            return scatter_to_sequence_parallel_region(torch.as_tensor(rows))
+
+    def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[int, Any]:
+        """``set_router_replay_data`` on the routers of one pipeline rank, which Megatron builds chunk by chunk."""
+        from verl.utils.megatron import router_replay_utils as utils
+
+        mesh = layout.mesh
+        owned = [layer for v in range(mesh.vpp) for layer in layout.routers(rank.pp, v)]
+        routers = utils.RouterReplay.router_instances = [_router(utils) for _ in owned]
+        try:
+            with megatron_rank(mesh, rank), mock.patch.object(utils, "device_name", "cpu"):
+                if layout.routers(rank.pp, chunk):
+                    utils.set_router_replay_data(_nested([rows]), None, megatron_config(layout), vp_rank=chunk)
+        finally:
+            utils.RouterReplay.router_instances = []
+        return {layer: router.target_topk_idx for layer, router in zip(owned, routers, strict=True) if router.target_topk_idx is not None}
+
+    def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[int]:
+        """``get_current_rank_layer_info``."""
+        from verl.utils.megatron.router_replay_utils import get_current_rank_layer_info
+
+        with megatron_rank(layout.mesh, rank):
+            info = get_current_rank_layer_info(megatron_config(layout), chunk)
+        return list(range(info["start"], info["end"]))
+
+    def routers(self, layout: Layout, rank: Rank, chunk: int) -> int:
+        """``get_moe_num_layers_to_build`` of another pipeline rank, as ``pp_gather`` asks it on rank 0."""
+        from verl.utils.megatron.router_replay_utils import get_moe_num_layers_to_build
+
+        with megatron_rank(layout.mesh, Rank()):
+            count: int = get_moe_num_layers_to_build(megatron_config(layout), chunk, rank.pp)
+        return count
+
+    def _thd(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> tuple[Any, Any]:
+        from verl.models.mcore.util import preprocess_thd_engine
+
+        with megatron_rank(layout.mesh, rank):
+            rows, params, _ = preprocess_thd_engine(_nested(samples), pre_process=True, cp_layout=_division(layout))
+        return rows[0], params.cu_seqlens_q_padded
+
+
+class VerlR3Contiguous(VerlR3):
+    """As ``VerlR3``, with the contiguous division that DeepSeek-V4's attention asks for."""
+
+    layout: ClassVar[Layout] = replace(_FULL, context=Context.CONTIGUOUS, alignment=Alignment(by=("tp", "cp")))
+    complete = unpack = pack = select = stage_layers = routers = tensor_slice = None  # type: ignore[assignment]  # as in VerlR3
+
+    def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> Any:
+        """``preprocess_thd_engine``; a megatron-core that cannot say ``cp_partition_mode`` is given a field for it."""
+        with _partition_mode():
+            return super().context(layout, samples, rank)
+
+    def context_merge(self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]) -> Any:
+        """As ``VerlR3.context_merge``."""
+        with _partition_mode():
+            return super().context_merge(layout, pieces, lengths)
+
+
+class VerlR2(VerlR3):
+    """Routes that the trainer recorded: payloads have columns for MoE layers only, and ranks and chunks are merged."""
+
+    layout: ClassVar[Layout] = replace(_FULL, layer_axis="moe")  # type: ignore[arg-type]  # a plain string is accepted
+    complete = unpack = pack = context = context_merge = stage_layers = tensor_slice = None  # type: ignore[assignment]  # as in VerlR3
+
+    def supports(self, function: str, layout: Layout) -> str | None:
+        """Stages are gathered over a pipeline; a single rank gathers nothing."""
+        if function == "gather_stages" and layout.mesh.pp == 1:
+            return "pp_gather returns what it was given where there is no pipeline"
+        return super().supports(function, layout)
+
+    def reorder(self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank) -> Any:
+        """``reorder_and_merge_vpp_layers``."""
+        from verl.utils.megatron.router_replay_utils import merge_nested_router_maps, reorder_and_merge_vpp_layers
+
+        tensors = [_nested([rows.astype(np.int16)]) for rows in recorded]
+        if layout.mesh.vpp == 1:
+            return list(merge_nested_router_maps(tensors).unbind())
+        merged = reorder_and_merge_vpp_layers(tensors, microbatches, layout.mesh.vpp, layout.group or layout.mesh.pp)
+        return list(merged.unbind())
+
+    def gather_stages(self, layout: Layout, stages: Sequence[IntArray]) -> Any:
+        """``pp_gather`` on rank 0."""
+        from verl.utils.megatron.router_replay_utils import pp_gather
+
+        tensors = [_nested([rows.astype(np.int16)]) for rows in stages]
+        with megatron_rank(layout.mesh, Rank(), tensors):
+            gathered = pp_gather(tensors[0], megatron_config(layout))
+        return gathered.unbind()[0]
+
+    def compact(self, layout: Layout, ids: IntArray) -> Any:
+        """``merge_nested_router_maps`` keeps ids in 16 bits."""
+        from verl.utils.megatron.router_replay_utils import merge_nested_router_maps
+
+        return merge_nested_router_maps([_nested([ids])]).unbind()[0]
+
+
+class VerlSamples:
+    """How samples are divided, put back, indexed and unpadded."""
+
+    layout: ClassVar[Layout] = _FULL
+
+    def restore(self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]) -> Any:
+        """``restore_dynamic_batch``."""
+        from verl.utils.seqlen_balancing import restore_dynamic_batch
+
+        return list(restore_dynamic_batch(_nested([value for part in values for value in part]), indexes).unbind())
+
+    def divide(self, layout: Layout, samples: Sequence[tuple[IntArray, IntArray]], parts: int) -> Any:
+        """``get_seqlen_balanced_partitions`` and ``index_select_tensor_dict``."""
+        from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+        partitions = get_seqlen_balanced_partitions([len(tokens) for tokens, _ in samples], parts, equal_size=len(samples) % parts == 0)
+        return [_selected(samples, partition) for partition in partitions]
+
+    def keep(self, layout: Layout, samples: Sequence[tuple[IntArray, IntArray]], kept: Sequence[int]) -> Any:
+        """``index_select_tensor_dict``."""
+        return _selected(samples, kept)
+
+    def unpad(self, layout: Layout, batch: IntArray, attention: IntArray) -> Any:
+        """``left_right_2_no_padding``."""
+        import torch
+        from tensordict import TensorDict
+        from verl.workers.utils.padding import left_right_2_no_padding
+
+        mask = torch.as_tensor(attention)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        data = TensorDict(
+            {
+                "input_ids": mask,
+                "attention_mask": mask,
+                "response_mask": mask[:, 1:],
+                "position_ids": positions,
+                "routed_experts": torch.as_tensor(batch),
+            },
+            batch_size=len(batch),
+        )
+        return list(left_right_2_no_padding(data)["routed_experts"].unbind())
+
+
+def _selected(samples: Sequence[tuple[IntArray, IntArray]], indexes: Sequence[int]) -> list[tuple[Any, Any]]:
+    from verl.utils.tensordict_utils import get_tensordict, index_select_tensor_dict
+
+    data = get_tensordict({"input_ids": _nested([tokens for tokens, _ in samples]), "routed_experts": _nested([r for _, r in samples])})
+    chosen = index_select_tensor_dict(data, list(indexes))
+    return list(zip(chosen["input_ids"].unbind(), chosen["routed_experts"].unbind(), strict=True))
+
+
+def _nested(parts: Sequence[IntArray]) -> Any:
+    import torch
+
+    return torch.nested.as_nested_tensor([torch.as_tensor(part) for part in parts], layout=torch.jagged)
+
+
+def _division(layout: Layout) -> str:
+    return "contiguous" if layout.context is Context.CONTIGUOUS else "zigzag"
+
+
+def _router(utils: Any) -> Any:
+    """A ``RouterReplay`` that is not yet in the registry."""
+    router = object.__new__(utils.RouterReplay)
+    router.clear_indices()
+    router.router_replay_action = None
+    return router
+
+
+def _partition_mode() -> Any:
+    """megatron-core 0.16.1 has no ``PackedSeqParams.cp_partition_mode``; a newer one does."""
+    from verl.models.mcore import util
+
+    if util._PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE:
+        return mock.patch.object(util, "_PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE", True)
+    original = util.PackedSeqParams
+
+    def params(**fields: Any) -> Any:
+        return original(**{name: value for name, value in fields.items() if name != "cp_partition_mode"})
+
+    return mock.patch.multiple(util, PackedSeqParams=params, _PACKED_SEQ_PARAMS_HAS_CP_PARTITION_MODE=True)
