@@ -14,7 +14,6 @@ from scipy import stats
 from rollproof.gap.intervals import Interval, Resampler
 from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
 from rollproof.gap.sums import PLACE
-from rollproof.records import IntArray
 
 __all__ = ["MEDIAN", "QUANTILES", "abs_diff", "batch_median", "quantile_intervals"]
 
