@@ -159,7 +159,9 @@ class Contract:
     once, when a required field is missing, a value is not one of the valid ones, or two fields contradict each other.
 
     ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as ``"uint8"``, or several
-    joined by ``|`` where the engine chooses by expert count. ``multi_turn`` says that the subject drives
+    joined by ``|`` where the engine chooses by expert count. One that is too narrow for ``num_experts`` may be declared: it
+    holds some ids, and is what a faulty stack hands over (verl #5240), which ``routes.dtype`` then reports of its samples; a
+    refused contract would hide the fault behind a misuse. A filler that no value of the type can be is refused. ``multi_turn`` says that the subject drives
     ``Request.turns``: it appends the environment's tokens after each natural end of the model's turn; ``multimodal`` that
     it hands ``Request.media`` on to the engines; ``sampling`` whether it does so with ``Request.sampling`` (``None``: not
     declared, so that a parameter which reaches no engine is unknown). ``max_staleness`` bounds the versions between the newest published
@@ -332,6 +334,12 @@ class Contract:
         unknown = sorted(set(self.dtypes) - set(_INT_DTYPES))
         if unknown:
             problems.append(f"dtype {unknown} is not an integer type; choose among {list(_INT_DTYPES)}, joined by '|' where several occur.")
+        elif all(name.startswith("u") for name in self.dtypes):
+            problems += [
+                f"{name}='minus-one' contradicts dtype={self.dtype!r}: no unsigned type holds -1. Declare what really stands there."
+                for name in ("filler", "final_row")
+                if getattr(self, name) is Filler.MINUS_ONE
+            ]
         return problems
 
 

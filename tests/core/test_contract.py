@@ -53,6 +53,16 @@ def test_problems_are_named(changes: dict[str, Any], problem: str) -> None:
         contract(**changes)
 
 
+def test_a_filler_that_no_value_of_the_type_can_be_is_refused() -> None:
+    """-1 does not exist in an unsigned type; where a signed one may be chosen, or the type is merely narrow, samples decide."""
+    for name in ("filler", "final_row"):
+        with pytest.raises(ContractError, match=rf"{name}='minus-one' contradicts dtype='uint8\|uint16': no unsigned type holds -1"):
+            contract(**{"rows": "T", "final_row": "arange", "dtype": "uint8|uint16", name: "minus-one"})
+
+    assert ("uint8", "int16") == contract(filler="minus-one", dtype="uint8|int16").dtypes
+    assert 300 == contract(dtype="uint8", num_experts=300).num_experts
+
+
 def test_routes_fields_without_routes_contradict() -> None:
     """A contract without rows may not declare route fields, so that nothing is checked by accident."""
     with pytest.raises(ContractError, match="rows='none' contradicts the declared"):
