@@ -81,7 +81,7 @@ ENGINES = {
 @nox.session
 @nox.parametrize("engine", list(ENGINES), ids=list(ENGINES))
 def engines(session: nox.Session, engine: str) -> None:
-    """Judge a real engine on this CPU, each in an environment of its own: `nox -s "engines(vllm)"`. Installs gigabytes once, runs minutes."""
+    """Judge real engines on this CPU, each in an environment of its own: `nox -s "engines(vllm)"`. Installs gigabytes, once."""
     marker = Path(session.virtualenv.location) / "installed"
     requirements = ROOT / "harness" / "engines" / "requirements" / f"{engine}.txt"
     if not marker.is_file() or marker.read_text(encoding="utf-8") != requirements.read_text(encoding="utf-8"):

@@ -124,8 +124,9 @@ class _Refusals(_Calls):
                     expected="a reply" if wanted is None else _words(wanted),
                     observed=self._errors.get(number) or _words(got),
                     where={"call": number, "server": call.server_id, "request": call.request_id},
-                    hint=f"The call has {len(call.prompt_ids)} prompt tokens, a budget of {call.max_tokens} and rows from {call.routes_start} on; the"
-                    f" engine takes {self.terms.max_length} tokens. A client that expects the other way crashes, or trains on an empty sample.",
+                    hint=f"The call has {len(call.prompt_ids)} prompt tokens, a budget of {call.max_tokens}, and asks for rows from"
+                    f" {call.routes_start} on; the engine takes {self.terms.max_length} tokens. A client that expects the other way crashes,"
+                    " or trains on an empty sample.",
                 )
 
     def _outcome(self, number: int) -> Refusal | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from rollproof.contract import Contract, Rows, Versions
 from rollproof.engine_terms import EngineTerms, Refusal, ReplyKey, RoutesSwitch, StreamMode
 from rollproof.invariants.engine_evidence import TOLERANCE, PerReply
 from rollproof.invariants.route_words import has_routes, plural
-from rollproof.records import FinishReason
+from rollproof.records import FinishReason, IntArray
 from rollproof.trace import Call, Chunk, Reference, Reply, Weights
 
 if TYPE_CHECKING:
@@ -118,14 +119,14 @@ class _Spans(_Served):
         out.exercised("replies with spans")
         starts = [0, *(span.end for span in spans)]
         broken = any(span.start != start for span, start in zip(spans, starts, strict=False)) or starts[-1] != count
-        twice = any(a.version == b.version for a, b in zip(spans, spans[1:], strict=False))
+        twice = any(a.version == b.version for a, b in pairwise(spans))
         if broken or twice or any(span.end <= span.start for span in spans):
             out.finding(
                 "version spans do not cover the tokens one after the other",
                 expected=f"spans from 0 to {count}, each beginning where the one before ends, under another version",
                 observed=", ".join(f"{span.version}: {span.start}-{span.end}" for span in spans),
                 where={"call": reply.call_id, "server": call.server_id},
-                hint="Spans are built from positions noted at updates: an update between two of them, a retraction, or tokens cut at a stop.",
+                hint="Spans are built from positions noted at updates: an update between two, a retraction, tokens cut at a stop.",
             )
 
 
@@ -182,7 +183,8 @@ class _Stream(_Served):
         if problem:
             out.finding(
                 "the chunks of a stream do not make the reply",
-                expected=f"{plural(len(reply.output.token_ids), 'token')}: {list(reply.output.token_ids[-4:])} at the end, {rows} rows on the last chunk",
+                expected=f"{plural(len(reply.output.token_ids), 'token')}, {list(reply.output.token_ids[-4:])} at the end, and {rows} rows"
+                " on the last chunk",
                 observed=f"{problem} ({call.stream}, {len(chunks)} chunks, ended by {reply.output.finish_reason})",
                 where={"call": reply.call_id, "server": call.server_id},
                 hint="The chunk that ends an aborted call repeats or loses a token, or is missing (SGLang #34488, vLLM #22283, #47933).",
@@ -239,7 +241,7 @@ class _Identity(PerReply):
                 " buffers that are no longer used, or a second time (SGLang #14178, #15246; vLLM #48312).",
             )
 
-    def _changed_layers(self, a, b, stop: int) -> list[int]:  # type: ignore[no-untyped-def]
+    def _changed_layers(self, a: IntArray | None, b: IntArray | None, stop: int) -> list[int]:
         if a is None or b is None:
             return []
         size = min(len(a), len(b), max(stop, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,7 @@ from rollproof.checks import Check, Collector, trace_check
 from rollproof.contract import Contract, Logprobs
 from rollproof.invariants.engine_evidence import NEAR_TIE, TOLERANCE, Fit, Mask, PerReply, fit_of, moe_rows, readable
 from rollproof.invariants.route_words import has_routes, plural, ranges
+from rollproof.records import LogprobArray
 from rollproof.trace import Call, Reference, Reply, Weights
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class _Routes(_Values):
             if want is None
             else f"experts {want[column].tolist()}, by weights {best.version}",
             observed=f"experts {got[column].tolist()}; {plural(len(wrong), 'row')} of {len(good)} (position "
-            f"{ranges((wrong + output.routes_start).tolist())}) fit no weights that were served, in {len(bad)} of {len(moe)} MoE layers here",
+            f"{ranges((wrong + output.routes_start).tolist())}) fit no weights that were served; here in {len(bad)} of {len(moe)} layers",
             where={"call": reply.call_id, "position": output.routes_start + first, "layer": moe[column], "server": call.server_id},
             hint="Rows of another token, layer or request: a slot read too late, a prefix whose rows were not kept with its KV "
             "(SGLang #26975), padded rows (vLLM #43737), a capture that a kernel bypasses (vLLM #44116).",
@@ -99,7 +100,8 @@ class _Logprobs(_Values):
             out.finding(
                 "an engine's logprobs are not those of its weights",
                 expected=" or ".join(f"{value:.5f} by weights {version}" for version, value in wanted.items()) + f", within {TOLERANCE:g}",
-                observed=f"{reply.output.logprobs[first]:.5f}; so for {len(wrong)} of {plural(len(good), 'token')} (token {ranges(wrong.tolist())})",
+                observed=f"{reply.output.logprobs[first]:.5f}; so for {len(wrong)} of {plural(len(good), 'token')}"
+                f" (token {ranges(wrong.tolist())})",
                 where={"call": reply.call_id, "index": first, "server": call.server_id},
                 hint="KV of other weights or of another sequence was read, or the value belongs to another token.",
             )
@@ -153,18 +155,20 @@ class _Order(_Values):
                 out.finding(
                     "the chosen experts are not in the order of their scores",
                     expected=f"experts {reference.routes[at[row], moe[column]].tolist()}",
-                    observed=f"{moe_rows(self.contract, output.routes)[rows[row], column].tolist()}; so in {int(differs.sum())} of {int(clear.sum())} choices",
+                    observed=f"{moe_rows(self.contract, output.routes)[rows[row], column].tolist()}; so in {int(differs.sum())} of"
+                    f" {int(clear.sum())} choices",
                     where={"call": reply.call_id, "position": int(at[row]), "layer": moe[column], "version": str(reference.version)},
                     hint="Sorted by id, or by a kernel that returns its top-k unordered: pair each weight with its expert by id.",
                 )
                 return
 
 
-def _any(masks) -> Mask:  # type: ignore[no-untyped-def]
-    return np.any(list(masks), axis=0)
+def _any(masks: Iterable[Mask]) -> Mask:
+    some: Mask = np.any(list(masks), axis=0)
+    return some
 
 
-def _declared(contract: Contract, reference: Reference):  # type: ignore[no-untyped-def]
+def _declared(contract: Contract, reference: Reference) -> LogprobArray:
     return reference.logprobs if contract.logprobs is Logprobs.RAW else reference.scaled
 
 

@@ -146,7 +146,8 @@ class _TurnedAway(FakeEngineSubject):
         if not self._closed:
             return await super().generate(query, watch)
         nothing = np.zeros(0) if query.want_logprobs else None
-        return [EngineOutput(token_ids=(), logprobs=nothing, routes=None, finish_reason=FinishReason.ABORT, cached_tokens=0, native="abort")]
+        reason = FinishReason.ABORT
+        return [EngineOutput(token_ids=(), logprobs=nothing, routes=None, finish_reason=reason, cached_tokens=0, native="abort")]
 
 
 def _bug(
@@ -240,7 +241,7 @@ BUGS: tuple[KnownBug, ...] = (
     _bug(
         "reload-breaks-weights",
         "Weights that are loaded a second time compute something else.",
-        ("SGLang#14178", "cf. vLLM#48312"),
+        ("vLLM#42821", "SGLang#14178", "cf. vLLM#48312"),
         "engine.identity",
         _ReloadBreaks,
         "identity",

@@ -35,7 +35,7 @@ class Oracle(Protocol):
 
 
 def attributed(trace: Trace, oracle: Oracle, progress: Callable[[str], None] | None = None) -> Trace:
-    """The trace with a ``Reference`` per call and version behind each reply, and the replies' ``true_tokens`` and ``true_rows`` filled in."""
+    """The trace with a ``Reference`` per call and version behind each reply, and with the replies' ``true_tokens`` and ``true_rows``."""
     contract = trace.header.engine or trace.header.contract
     known = _Known(oracle, trace.header.profile, progress)
     calls: dict[int, Call] = {}

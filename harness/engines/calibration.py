@@ -76,7 +76,8 @@ def _reply_facts(contract: Contract, call: Call, output: EngineOutput) -> Iterab
         return
     due = len(call.prompt_ids) + tokens - output.routes_start - (contract.rows is not Rows.ALL)
     yield f"{len(output.routes) - due:+d} rows beside those that are due"
-    yield f"{output.routes.shape[1] - contract.route_layers:+d} layers and {output.routes.shape[2] - (contract.top_k or 0):+d} experts beside the declared"
+    layers, experts = output.routes.shape[1] - contract.route_layers, output.routes.shape[2] - (contract.top_k or 0)
+    yield f"{layers:+d} layers and {experts:+d} experts beside the declared"
     yield f"rows are of {output.routes.dtype.name}"
 
 

@@ -38,8 +38,8 @@ class EngineTarget:
     """An engine to be judged.
 
     ``make`` makes the adapter for settings, ``oracle`` the independent forward for an adapter's contract and the checkpoints by version.
-    ``settings`` are those of each ``Setting``, ``checkpoints`` the folders of its versions. ``virtual`` says that it runs on a virtual clock;
-    ``lull`` is waited after a pause (seconds), ``deadline`` bounds each wait.
+    ``settings`` are those of each ``Setting``, ``checkpoints`` the folders of its versions. ``virtual`` says that it runs on a
+    virtual clock; ``lull`` is waited after a pause (seconds), ``deadline`` bounds each wait.
     """
 
     name: str
@@ -74,8 +74,8 @@ def run_engine_conformance(
 ) -> Report:
     """Judge an engine: ``vllm``, ``sglang``, ``fake-FLAVOUR``, or a target of your own; returns the report.
 
-    ``model`` is the folder of a MoE checkpoint (default: a tiny random one, made for the run). ``only`` selects checks, ``experiments`` those
-    that are run. ``expected`` maps ids of checks that are known to fail to the reason. ``save`` is a folder for the traces.
+    ``model`` is the folder of a MoE checkpoint (default: a tiny random one, made for the run). ``only`` selects checks, ``experiments``
+    those that are run. ``expected`` maps ids of checks that are known to fail to the reason. ``save`` is a folder for the traces.
     Raises ``UsageError`` for a name that does not exist and ``EngineStartError`` where the engine does not start. However it ends, no
     process, shared memory or temporary folder is left.
     """

@@ -43,8 +43,8 @@ def declared(flavour: str, settings: EngineSettings) -> Contract:
         )
     if model is None:
         raise EngineStartError(
-            f"The model in {settings.model} has no experts, and routes are asked of it: an engine would refuse, or return what nobody chose."
-            " Name a MoE checkpoint, or start the engine with routes=False."
+            f"The model in {settings.model} has no experts, and routes are asked of it: an engine would refuse, or return what nobody"
+            " chose. Name a MoE checkpoint, or start the engine with routes=False."
         )
     return replace(engine_contract(named, model, KvPolicy.RECOMPUTE), engine=terms)
 
@@ -82,8 +82,8 @@ def _config(folder: Path) -> Mapping[str, Any]:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EngineStartError(
-            f"{folder} is no folder of a checkpoint: {path.name} cannot be read ({error}). `rollproof verify --engine` makes a tiny model by"
-            " itself where --model is left out."
+            f"{folder} is no folder of a checkpoint: {path.name} cannot be read ({error}). `rollproof verify --engine` makes a tiny"
+            " model by itself where --model is left out."
         ) from error
     if not isinstance(read, dict):
         raise EngineStartError(f"{path} must hold a JSON object, not {type(read).__name__}.")

@@ -23,8 +23,8 @@ __all__ = ["ReferenceModel"]
 class ReferenceModel:
     """Models of ``checkpoints`` (folders by version), loaded when they are first asked for.
 
-    ``contract`` names the layers and top-k whose routing is captured. ``dtype`` is that of weights and forward. Raises ``EngineError`` where torch and
-    transformers are not installed, or do not know the model.
+    ``contract`` names the layers and top-k whose routing is captured. ``dtype`` is that of weights and forward. Raises ``EngineError``
+    where torch and transformers are not installed, or do not know the model.
     """
 
     def __init__(self, checkpoints: Mapping[str, Path], contract: Contract, dtype: str = "float32") -> None:
@@ -119,8 +119,8 @@ class ReferenceModel:
         missing = set(contract.moe_layers or ()) - set(scores)
         if missing:
             raise EngineError(
-                f"No choice of {contract.top_k} among {contract.num_experts} experts was seen in layers {sorted(missing)} of the reference model:"
-                " its config and its code disagree about which layers are MoE."
+                f"No choice of {contract.top_k} among {contract.num_experts} experts was seen in layers {sorted(missing)} of the reference"
+                " model: its config and its code disagree about which layers are MoE."
             )
         for layer in contract.moe_layers or ():
             among, chosen = scores[layer]

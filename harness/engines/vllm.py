@@ -54,7 +54,7 @@ class VllmEngine:
         self._edits = load == "edit"
 
     async def start(self) -> None:
-        """Start the engine. Raises ``EngineStartError`` where vLLM is missing, of another version, dies, or is too slow; nothing is left."""
+        """Start the engine. Raises ``EngineStartError`` where vLLM is missing, of another version, dies, or is too slow."""
         extra = self.settings.extra
         python = {"python": str(extra["python"])} if "python" in extra else {}
         self._process = await EngineProcess.start(

