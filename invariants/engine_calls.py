@@ -125,8 +125,8 @@ class _Refusals(_Calls):
                     observed=self._errors.get(number) or _words(got),
                     where={"call": number, "server": call.server_id, "request": call.request_id},
                     hint=f"The call has {len(call.prompt_ids)} prompt tokens, a budget of {call.max_tokens}, and asks for rows from"
-                    f" {call.routes_start} on; the engine takes {self.terms.max_length} tokens. A client that expects the other way crashes,"
-                    " or trains on an empty sample.",
+                    f" {call.routes_start} on; the engine takes {self.terms.max_length} tokens. A client that expects the other way"
+                    " crashes, or trains on an empty sample.",
                 )
 
     def _outcome(self, number: int) -> Refusal | None:

