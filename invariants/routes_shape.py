@@ -58,8 +58,10 @@ def _presence(view: RequestView, out: Collector) -> None:
     returned = any(a.consumed is not None and a.consumed.output.routes is not None for a in view.attempts)
     unasked = [a.number for a in view.attempts if not a.call.want_routes]
     aborted = rollout.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
-    if evidence.routes is None and aborted and not returned:
-        out.absent("the engine returned no routes for a sample that was handed over as aborted")
+    last = next((a.consumed.output for a in reversed(view.segments) if a.consumed is not None and a.consumed.output.token_ids), None)
+    if evidence.routes is None and aborted and (last is None or last.routes is None):
+        # those of earlier turns alone would be too few, and be taken for all
+        out.absent("the engine returned no routes with the last tokens of a sample that was handed over as aborted")
         return
     out.exercised("samples that asked for routes")
     if evidence.routes is not None and (evidence.rows or 0 not in evidence.row_counts):

@@ -411,3 +411,21 @@ def test_updates_that_publish_nothing_leave_tags_unknown() -> None:
     trace = ran(REFERENCES["as-sampled-tokens"], act(ActionKind.SYNC_UNLABELLED, 2))
     assert handed(trace).token_versions == (0, 0, None, None, None, None)
     assert [event.label for event in trace if isinstance(event, Weights)] == [0, None]
+
+
+def test_an_abort_that_keeps_its_rows_back_leaves_no_rows_of_earlier_turns() -> None:
+    """Prefilled anew after a pause, and aborted before its first step: SGLang returns the tokens, and no routes."""
+    request = Request(request_id="r0", prompt_ids=(2, 100, 117, 134), max_tokens=11, turns=((117, 134),))
+    case = Case(
+        flavour="sglang",
+        requests=(request,),
+        actions=(act(ActionKind.SYNC_FAILS, 8), ABORT(8)),
+        seed=2076883414,
+        pause_mode=PauseMode.KEEP,
+        model=Model(num_layers=6, moe_layers=tuple(range(6)), num_experts=8, top_k=1, eos_every=6),
+    )
+    trace = run_case(EngineKeep, case)
+    replies = [event.output for event in trace if isinstance(event, Reply)]
+    assert [True, False] == [output.routes is not None for output in replies]
+    assert (FinishReason.ABORT, None) == (handed(trace).finish_reason, handed(trace).routes)
+    assert () == judge(trace).failed
