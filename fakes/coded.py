@@ -23,7 +23,7 @@ token               about 1/(vocab - 1)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -56,6 +56,8 @@ _TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 _BLOCK_CELLS = 1 << 14
 """Cells computed at once: the scratch of a block and the table stay in the second-level cache."""
 _LOGPROB_SHIFT, _LOGPROB_UNIT = np.uint64(64 - 23), 2.0**-20
+_SHORT = 32
+"""Sequences of up to so many tokens are remembered."""
 _LIMITS: Mapping[str, tuple[int, int]] = {
     "seed": (-(1 << 63), _MASK),
     "vocab": (2, 1 << 31),
@@ -112,7 +114,8 @@ class CodedPolicy:
     @classmethod
     def from_model(cls, model: Model, seed: int) -> Self:
         """The policy that stands for a case's model."""
-        return cls(
+        return _made(
+            cls,
             seed=seed,
             vocab=model.vocab,
             num_layers=model.num_layers,
@@ -272,6 +275,12 @@ def mixed_key(version: Version, kv_versions: Iterable[Version]) -> Version:
     return version if all(one == version for one in runs) else f"{version!r} over KV of {', '.join(repr(one) for one in runs)}"
 
 
+@lru_cache(maxsize=64, typed=True)
+def _made(kind: Callable[..., Any], **sizes: Any) -> Any:
+    """Thousands of cases share a model and a seed, and with them the keys of its versions."""
+    return kind(**sizes)
+
+
 @lru_cache(maxsize=1)
 def _names() -> tuple[str, ...]:
     return tuple(item.name for item in fields(CodedPolicy) if item.init)
@@ -283,6 +292,18 @@ def _within(value: object, low: int, high: int) -> bool:
 
 def _prefix_hashes(ids: Sequence[int]) -> _Hashes:
     """``(len(ids),)``: element i is the hash of ``ids[:i + 1]``."""
+    return _short_hashes(tuple(ids)) if len(ids) <= _SHORT else _hashes(ids)
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _short_hashes(ids: tuple[int, ...]) -> _Hashes:
+    """The same, read-only: a sequence is asked for by its logprobs and its routes, again when it is judged, and in many small cases."""
+    hashes = _hashes(ids)
+    hashes.setflags(write=False)
+    return hashes
+
+
+def _hashes(ids: Sequence[int]) -> _Hashes:
     try:
         z = np.array(ids, dtype=np.int64).view(np.uint64)
     except (OverflowError, ValueError, TypeError) as error:

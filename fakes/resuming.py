@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -136,7 +137,7 @@ class AsSampled:
         engine, chosen, model = fleet.engine_contract, self.chosen, fleet.case.model
         multi_turn = chosen.multi_turn or any(request.turns for request in fleet.case.requests)
         all_rows = chosen.rows is Rows.ALL
-        return Contract(
+        return _contract(
             rows=chosen.rows,
             final_row=chosen.final_row if all_rows else None,
             filler=Filler.NONE,
@@ -340,13 +341,27 @@ class AsSampled:
         return tags(self.contract.versions, sample.labels, sample.mask, sample.calls)
 
     def final_routes(self, sample: Sample) -> IntArray | None:
-        """``(rows, layers, top_k)`` in the declared layout."""
-        if sample.rows is None or not sample.request.want_routes:
+        """``(rows, layers, top_k)`` in the declared layout; ``None`` where an abort that nobody resumes came without them."""
+        if sample.rows is None or not sample.request.want_routes or self.lacks_rows(sample):
             return None
         rows = self.on_declared_layers(sample.rows).astype(self.contract.dtype)
         if self.contract.rows is not Rows.ALL:
             return rows
         return np.concatenate([rows, filler_rows(self.contract.final_row, len(sample.ids) - len(rows), rows)])
+
+    def lacks_rows(self, sample: Sample) -> bool:
+        """Whether an aborted sample has tokens that were forwarded and no row: too few rows would be taken for all of them.
+
+        The environment's last word was never forwarded.
+        """
+        if sample.finish is not FinishReason.ABORT or sample.rows is None:
+            return False
+        forwarded = len(sample.ids) - 1
+        for own in reversed(sample.mask):
+            if own:
+                break
+            forwarded -= 1
+        return len(sample.rows) < forwarded
 
     def on_declared_layers(self, rows: IntArray) -> IntArray:
         """Rows of the engine's layer axis, on the declared one; dense layers, which have no router, hold zeros."""
@@ -359,6 +374,12 @@ class AsSampled:
         out = np.zeros((len(rows), self.contract.route_layers, rows.shape[2]), dtype=rows.dtype)
         out[:, moe] = rows
         return out
+
+
+@lru_cache(maxsize=256)
+def _contract(**fields: Any) -> Contract:
+    """Thousands of cases declare the same: making and validating a contract costs a tenth of running a small one."""
+    return Contract(**fields)
 
 
 def _wide_enough(dtype: np.dtype[Any], filler: Filler | None) -> np.dtype[Any]:

@@ -183,10 +183,12 @@ class Collector:
 
     def exercised(self, counter: str, times: int = 1) -> None:
         """Say that the promise was put to the test ``times`` times. Raises ``UsageError`` for an undeclared counter."""
-        if counter not in self.check.exercised_by:
+        if counter in self.counters:
+            self.counters[counter] += times
+        elif counter not in self.check.exercised_by:
             raise UsageError(f"{self.check.id} counts {counter!r}, but declares only {list(self.check.exercised_by)} in exercised_by.")
-        if times:
-            self.counters[counter] = self.counters.get(counter, 0) + times
+        elif times:
+            self.counters[counter] = times
 
     def finding(self, title: str, *, expected: str, observed: str, where: Mapping[str, Scalar] | None = None, hint: str = "") -> None:
         """Report a fault. A finding also counts as exercise: a check that fails has been put to the test."""

@@ -345,15 +345,16 @@ class Contract:
 
 def _complete(init: Callable[..., None]) -> Callable[..., None]:
     """A constructor that names every missing and unknown field in our own words, where Python stops at the first."""
+    known = [field.name for field in fields(Contract)]
+    required = [field.name for field in fields(Contract) if field.default is MISSING]
 
     @wraps(init)
     def checked(self: Contract, **values: Any) -> None:
-        required = [field.name for field in fields(Contract) if field.default is MISSING]
         missing = [name for name in required if name not in values]
-        unknown = sorted(set(values) - {field.name for field in fields(Contract)})
+        unknown = sorted(values.keys() - known)
         if missing or unknown:
             problems = [f"{name} must be declared." for name in missing]
-            problems += [f"{name} is no field; the fields are {[field.name for field in fields(Contract)]}." for name in unknown]
+            problems += [f"{name} is no field; the fields are {known}." for name in unknown]
             raise ContractError("The contract cannot be used:\n  - " + "\n  - ".join(problems))
         init(self, **values)
 

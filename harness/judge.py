@@ -27,8 +27,33 @@ HEDGED = "calls of one prompt overlapped (hedging): which answer the stack used 
 UNTOLD = "engine calls were recorded of which cannot be told whether they are this request's: give `request_id` in the EngineCall"
 _KINDS = tuple(EVENT_KINDS.values())
 _Reader: TypeAlias = "Callable[[Any, Any, Collector], None]"
-_Plan: TypeAlias = "tuple[list[tuple[RequestJudge, Collector]], list[tuple[TraceJudge, Collector]], list[Collector]]"
-"""What judges a trace: request checks, trace checks, and the collectors of both."""
+_Readers: TypeAlias = "dict[type[Event], list[tuple[_Reader, int, Collector]]]"
+"""Who reads events of a class: how, the number of the trace check, and what takes its findings."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What judges a trace: request checks, trace checks, and the collectors of both.
+
+    ``readers`` are those of trace checks that read ``kinds``; they are the same from trace to trace, so they are sorted out once.
+    """
+
+    requests: list[tuple[RequestJudge, Collector]]
+    traces: list[tuple[TraceJudge, Collector]]
+    collectors: list[Collector]
+    kinds: list[Iterable[type[Event]] | None] = field(default_factory=list)
+    readers: _Readers = field(default_factory=dict)
+
+    def readers_of(self, folds: Sequence[TraceCheck]) -> _Readers:
+        """Twenty folds see a million events: each is only handed the kinds that it says it reads, by the shortest way."""
+        kinds = [fold.kinds for fold in folds]
+        if not self.readers or any(mine is not known for mine, known in zip(kinds, self.kinds, strict=True)):
+            self.kinds, self.readers = kinds, {kind: [] for kind in _KINDS}
+            for number, (fold, (_, collector)) in enumerate(zip(folds, self.traces, strict=True)):
+                direct, mine = getattr(fold, "direct", None) or {}, kinds[number]
+                for kind in self.readers if mine is None else mine:
+                    self.readers[kind].append((direct.get(kind, _read), number, collector))
+        return self.readers
 
 
 @dataclass(slots=True)
@@ -91,7 +116,7 @@ class Tally:
                 self.rule_out(check, reason)
             requests = [(check.request, self.collector(check)) for check in applicable if check.request is not None]
             traces = [(check.trace, self.collector(check)) for check in applicable if check.trace is not None]
-            found = (requests, traces, [self.collector(check) for check in applicable])
+            found = _Plan(requests, traces, [self.collector(check) for check in applicable])
             if len(self._plans) < _PLANS:
                 self._plans[contract, about] = found
         return found
@@ -136,49 +161,42 @@ class Judge:
         self._tally = tally
         self._calls: dict[int, tuple[RequestView, Attempt]] = {}
         self._ended: deque[RequestView] = deque(maxlen=_NEIGHBOURS)
-        self._requests: Sequence[tuple[RequestJudge, Collector]]
-        self._folds: list[tuple[TraceCheck, Collector]] = []
-        self._readers: dict[type[Event], list[tuple[_Reader, TraceCheck, Collector]]] = {kind: [] for kind in _KINDS}
-        self._requests, traces, self._collectors = tally.plan(header.contract, header.about)
-        for make, collector in traces:
-            self._add_fold(make(self.context), collector)
-
-    def _add_fold(self, fold: TraceCheck, collector: Collector) -> None:
-        """Twenty folds see a million events: each is only handed the kinds that it says it reads, by the shortest way."""
-        self._folds.append((fold, collector))
-        readers, direct, kinds = self._readers, getattr(fold, "direct", None) or {}, fold.kinds
-        for kind in readers if kinds is None else kinds:
-            readers[kind].append((direct.get(kind, _read), fold, collector))
+        self._plan = tally.plan(header.contract, header.about)
+        self._folds = [make(self.context) for make, _ in self._plan.traces]
+        self._crashed: set[int] = set()
+        self._readers = self._plan.readers_of(self._folds)
 
     def feed(self, event: Event) -> None:
         """Take one event."""
         kind = type(event)
-        for read, fold, collector in self._readers[kind]:
+        folds = self._folds
+        for read, number, collector in self._readers[kind]:
             try:
-                read(fold, event, collector)
+                read(folds[number], event, collector)
             except Exception as error:  # noqa: BLE001 - a crashing check is unknown, never a pass and never the end of the run
                 collector.crashed(told(error))
-                self._drop(fold)
+                self._drop(number)
         assemble = _ASSEMBLY.get(kind)
         if assemble is not None:
             assemble(self, event)
 
-    def _drop(self, crashed: TraceCheck) -> None:
+    def _drop(self, crashed: int) -> None:
         """A fold that crashed sees nothing more of this trace."""
-        self._folds = [(fold, collector) for fold, collector in self._folds if fold is not crashed]
-        for kind, readers in self._readers.items():
-            self._readers[kind] = [entry for entry in readers if entry[1] is not crashed]
+        self._crashed.add(crashed)
+        self._readers = {kind: [entry for entry in readers if entry[1] != crashed] for kind, readers in self._readers.items()}
 
     def finish(self) -> None:
         """The trace has ended: judge the requests that ended, and let the trace checks conclude."""
         for view in list(self.context.open.values()):
             self._close(view)
-        for fold, collector in self._folds:
+        for number, (fold, (_, collector)) in enumerate(zip(self._folds, self._plan.traces, strict=True)):
+            if number in self._crashed:
+                continue
             try:
                 fold.finish(collector)
             except Exception as error:  # noqa: BLE001 - as above
                 collector.crashed(told(error))
-        for collector in self._collectors:
+        for collector in self._plan.collectors:
             collector.close()
         self._tally.traces += 1
 
@@ -228,7 +246,7 @@ class Judge:
         view.settle()
         view.neighbours = [*self._ended, *(other for other in list(self.context.open.values())[:_NEIGHBOURS] if other is not view)]
         hedged = view.hedged
-        for check, collector in self._requests:
+        for check, collector in self._plan.requests:
             if view.untold:
                 collector.absent(UNTOLD)
                 continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rollproof.errors import UsageError
@@ -76,7 +77,7 @@ class Ending(Fold):
     def kinds(self) -> Iterable[type[Event]]:
         """Without the gauges where a case already says that the trace ran to its end: there are many of them."""
         if self.context.header.case is not None and type(self).on_gauge is Ending.on_gauge:
-            return [kind for kind in self.handlers if kind is not Gauge]
+            return _without_gauges(type(self))
         return self.handlers
 
     def on_gauge(self, event: Gauge, out: Collector) -> None:
@@ -96,6 +97,11 @@ class Ending(Fold):
     def complete(self) -> bool:
         """Whether every rollout and every update that was started has ended. Ask in ``finish``."""
         return not self.hung and not self._stuck and (self._gauged or self.context.header.case is not None)
+
+
+@cache
+def _without_gauges(fold: type[Fold]) -> tuple[type[Event], ...]:
+    return tuple(kind for kind in fold.handlers if kind is not Gauge)
 
 
 def keep(known: dict[_K, _V], key: _K, value: _V) -> None:
