@@ -80,13 +80,15 @@ def sound(python: Path, folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def test_every_folder_of_modules_is_a_listed_package() -> None:
-    """A new folder below the four mapped ones must be named in pyproject.toml, or it would not be shipped."""
+def test_every_folder_that_could_be_imported_is_a_listed_package() -> None:
+    """A new folder below the four mapped ones must be named in pyproject.toml, or it would not be shipped; one of data, too:
+    setuptools warns of each that it finds among a package's data and that Python could import."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
     found = {
-        ".".join([package, *init.parent.relative_to(ROOT / folder).parts])
+        ".".join([package, *file.parent.relative_to(ROOT / folder).parts])
         for folder, package in FOLDERS.items()
-        for init in (ROOT / folder).rglob("__init__.py")
+        for file in (ROOT / folder).rglob("*")
+        if file.name == "__init__.py" or (file.suffix == ".txt" and file.parent.name.isidentifier())
     }
 
     assert found == set(listed)
