@@ -81,8 +81,7 @@ def sound(python: Path, folder: Path) -> str:
 
 
 def test_every_folder_that_could_be_imported_is_a_listed_package() -> None:
-    """A new folder below the four mapped ones must be named in pyproject.toml, or it would not be shipped; one of data, too:
-    setuptools warns of each that it finds among a package's data and that Python could import."""
+    """A new folder below the mapped ones must be named in pyproject.toml to be shipped; one of data, so that setuptools does not warn."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
     found = {
         ".".join([package, *file.parent.relative_to(ROOT / folder).parts])
