@@ -10,6 +10,7 @@ from types import MappingProxyType
 from rollproof.engines.asks import EngineSettings
 from rollproof.engines.attribution import Oracle
 from rollproof.engines.conformance import EngineTarget
+from rollproof.engines.declaring import model_of
 from rollproof.engines.experiments import Setting
 from rollproof.errors import EngineStartError, UsageError
 from rollproof.fakes.flavours import FLAVOURS
@@ -132,9 +133,14 @@ def _checkpoints(
         ) from error
     if model is not None:
         path = Path(model)
+        if model_of(path) is None:
+            raise EngineStartError(f"The model in {path} has no experts: there is no routing to judge. Name a MoE checkpoint.")
         say(f"making a second version of {path.name}")
-        pair = {"A": path, "B": second_version(path, folder / "B")}
-        return dict.fromkeys(Setting, pair)
+        try:
+            second = second_version(path, folder / "B")
+        except (OSError, ValueError, KeyError) as error:
+            raise EngineStartError(f"The checkpoint in {path} cannot be loaded by transformers: {error}.") from error
+        return {setting: {"A": path, "B": second} for setting in Setting}
     made: dict[str, Mapping[str, Path]] = {}
     for family in {engine.main, engine.crowded}:
         say(f"making tiny models ({family})")

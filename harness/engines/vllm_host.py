@@ -12,18 +12,16 @@ import signal
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from rollproof.engines import vllm_cpu
 from rollproof.engines.hosting import Host, run_host
 from rollproof.errors import EngineStartError
 
 __all__ = ["VllmHost", "main"]
 
-if __name__ in ("__main__", "__mp_main__"):
-    from rollproof.engines import vllm_cpu
-
+if __name__ == "__mp_main__":  # in a process that vLLM spawned
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if vllm_cpu.is_cpu_build():
         vllm_cpu.install()
-    if __name__ == "__mp_main__":
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def main() -> None:
@@ -36,6 +34,8 @@ class VllmHost(Host):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
+        if vllm_cpu.is_cpu_build():
+            vllm_cpu.install()
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
