@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ __all__ = ["Host", "run_host"]
 
 _LINE_LIMIT = 1 << 28
 """Bytes of the longest line, as in ``rollproof.engines.process``."""
+_CALLER = os.getppid()
 
 
 class Host:
@@ -78,8 +80,8 @@ def run_host(
 ) -> NoReturn:
     """The life of a program: make the host from the caller's options, say that it is ready, answer, leave nothing behind.
 
-    ``make`` may take minutes; where it raises ``EngineStartError``, ``ImportError``, ``ValueError`` or ``RuntimeError`` the caller
-    is told its text. ``run`` is given the host and the coroutine function to run, for engines with a loop of their own.
+    ``make`` may take minutes; where it raises, the caller is told the text. ``run`` is given the host and the coroutine function to
+    run, for engines with a loop of their own.
     """
     channel = socket.socket(fileno=int(sys.argv[1]))
     options = json.loads(channel.makefile("rb").readline())
@@ -88,7 +90,8 @@ def run_host(
         host = make(options)
     except EngineStartError as error:
         _refuse(channel, str(error))
-    except (ImportError, ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever an engine raises when it starts is what the caller must read
+        traceback.print_exc()
         _refuse(channel, f"{type(error).__name__}: {error}")
 
     async def serve() -> None:
@@ -109,7 +112,7 @@ def leave() -> NoReturn:
     end_session(os.getpid())
     for path in shared:
         Path(path).unlink(missing_ok=True)
-    if os.getppid() == 1:  # the caller is gone, and cannot remove it
+    if os.getppid() != _CALLER:  # the caller is gone, and cannot remove it
         shutil.rmtree(os.environ["ROLLPROOF_ENGINE_FOLDER"], ignore_errors=True)
     os._exit(0)
 

@@ -33,7 +33,7 @@ class SglangHost(Host):
         from sglang.srt.managers import io_struct
 
         self.messages = io_struct
-        self.engine = sglang.Engine(**options["engine"], device=device, **options[device])
+        self.engine = sglang.Engine(**{**options["engine"], **options[device], "device": device})
         self.manager = self.engine.tokenizer_manager
 
     async def do_generate(self, **arguments: Any) -> AsyncIterator[Any]:

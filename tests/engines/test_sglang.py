@@ -1,0 +1,166 @@
+"""The real SGLang on a CPU, judged by the conformance suite; the fake is held to it. Takes minutes: `nox -s engines` runs it.
+
+One engine process per setting of the run, and one run per session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is not installed here (`nox -s engines` installs it)", exc_type=ImportError)
+
+from rollproof.checks import Verdict
+from rollproof.engine_terms import PauseMode, StreamMode
+from rollproof.engines.asks import EngineSettings, Query, WeightUpdate
+from rollproof.engines.calibration import differences
+from rollproof.engines.conformance import EngineRun, judged, run_experiments
+from rollproof.engines.sglang import SglangEngine
+from rollproof.engines.targets import engine_target, fake_target
+from rollproof.errors import EngineDied, EngineRefused, EngineStartError, UsageError
+from rollproof.fakes.tiny_models import make_pair
+from rollproof.records import EngineOutput, FinishReason
+from rollproof.report import Report
+from rollproof.trace import Call, Reference, Reply
+from tests.support.leftovers import leftovers
+
+HOST = "rollproof.engines.sglang_host"
+EXPECTED: dict[str, str] = {}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """Every experiment on the real engine, once; nothing of it is left."""
+    before = leftovers(HOST)
+    done = run_experiments(engine_target("sglang", model=None, folder=tmp_path_factory.mktemp("models")))
+    assert set() == leftovers(HOST) - before
+    return done
+
+
+@pytest.fixture(scope="module")
+def report(run: EngineRun) -> Report:
+    """The verdicts on that run."""
+    return judged("sglang", run, expected=EXPECTED)
+
+
+def test_every_check_passes_but_for_what_is_known(report: Report) -> None:
+    """Rows, logprobs, versions and replies are as declared and as an independent forward has them; what fails is on record."""
+    assert {} == {result.id: [finding.observed for finding in result.findings] for result in report.failed}
+    assert set(EXPECTED) == {result.id for result in report.results if result.verdict is Verdict.FAIL}
+    assert [] == [(result.id, result.reason) for result in report.results if result.verdict is Verdict.UNKNOWN]
+    assert report.canary is not None
+    assert report.canary.red
+
+
+def test_what_the_run_is_for_came_about(report: Report) -> None:
+    """Calls were retracted, prefixes cached, calls aborted before and after their first token, weights changed under running calls."""
+    assert () == report.notes
+    exercised = {result.id: result.exercised for result in report.results}
+    assert exercised["engine.routes"]["rows of cached tokens"] > 100
+    assert exercised["engine.parts"]["replies aborted before the first token"] >= 2
+    assert exercised["versions.engine-tags"]["replies across versions"] >= 2
+
+
+def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
+    """In every experiment the fake shows the facts that the real engine shows."""
+    assert {} == differences(run_experiments(fake_target("sglang")).traces, run.traces)
+
+
+def test_the_gap_in_float32_is_rounding(run: EngineRun) -> None:
+    """Under one version, no logprob is 1e-4 from that of the independent forward at the call's temperature."""
+    gaps = []
+    for trace in run.traces:
+        if trace.header.profile not in ("plain", "cached", "temperature", "resent", "resumed", "crowded"):
+            continue
+        calls = {event.call_id: event for event in trace.events if isinstance(event, Call)}
+        replies = {event.call_id: event for event in trace.events if isinstance(event, Reply)}
+        for event in trace.events:
+            if isinstance(event, Reference):
+                output = replies[event.call_id].output
+                if output.logprobs is not None and len(output.logprobs):
+                    gaps.append(np.abs(output.logprobs - event.scaled[len(calls[event.call_id].prompt_ids) :]))
+    together = np.concatenate(gaps)
+    assert len(together) > 200
+    assert float(together.max()) < 1e-4
+
+
+def on_engine(folder: Path, work: Callable[[SglangEngine, Path], Awaitable[None]]) -> None:
+    """Do ``work`` on an engine of its own that has the first of two checkpoints; it is given the second. Nothing is left."""
+    before = leftovers(HOST)
+    first, second = make_pair(folder, "qwen3_moe")
+
+    async def main() -> None:
+        engine = SglangEngine(EngineSettings(model=first, extra={"load": "tensors"}))
+        try:
+            await engine.start()
+            await work(engine, second)
+        finally:
+            await engine.stop()
+
+    asyncio.run(main())
+    assert set() == leftovers(HOST) - before
+
+
+async def answer(engine: SglangEngine, handle: str, tokens: int, seen: asyncio.Event | None = None) -> EngineOutput:
+    """One call of ten tokens of prompt; ``seen`` is set with its third token."""
+
+    def watch(piece: object) -> None:
+        if seen is not None and getattr(piece, "sampled", 0) >= 3:
+            seen.set()
+
+    query = Query(handle=handle, prompt_ids=tuple(range(5, 15)), max_tokens=tokens, stream=StreamMode.CUMULATIVE)
+    (output,) = await engine.generate(query, watch)
+    return output
+
+
+def test_tensors_labels_refusals_and_the_death_of_a_child(tmp_path: Path) -> None:
+    """Weights come as tensors, too; a pause that SGLang does not have is refused; a killed scheduler is told with the log."""
+
+    async def work(engine: SglangEngine, second: Path) -> None:
+        seen = asyncio.Event()
+        call = asyncio.ensure_future(answer(engine, "spans", 40, seen))
+        await seen.wait()
+        await engine.pause(PauseMode.IN_PLACE, clear_cache=False)
+        with pytest.raises(EngineRefused, match="flush_cache failed"):
+            await engine.clear_cache()
+        await engine.update_weights(WeightUpdate(path=second, version="B", label="w1", clear_cache=False))
+        await engine.resume()
+        assert ["w0", "w1"] == [span.version for span in (await call).spans]
+        with pytest.raises(UsageError, match=r"SGLang has no pause keep; it has \['abort', 'retract', 'in-place'\]"):
+            await engine.pause(PauseMode.KEEP, clear_cache=True)
+        with pytest.raises(EngineRefused, match="the weight update failed"):
+            await engine.update_weights(WeightUpdate(path=tmp_path / "nowhere", version="C", label="w2"))
+        assert FinishReason.LENGTH == (await answer(engine, "after", 3)).finish_reason
+        scheduler = next(pid for pid in _children(engine.process.pid) if "scheduler" in _title(pid))
+        os.kill(scheduler, signal.SIGKILL)
+        with pytest.raises(EngineDied, match="sglang is gone"):
+            await answer(engine, "lost", 200)
+
+    on_engine(tmp_path, work)
+
+
+def test_a_start_that_cannot_succeed(tmp_path: Path) -> None:
+    """A folder without a checkpoint, and an argument that SGLang does not have, are told at once; nothing is left."""
+    before = leftovers(HOST)
+    first, _ = make_pair(tmp_path, "qwen3_moe")
+    with pytest.raises(EngineStartError, match="is no folder of a checkpoint"):
+        SglangEngine(EngineSettings(model=tmp_path / "nowhere"))
+    engine = SglangEngine(EngineSettings(model=first, extra={"no_such_argument": 1}))
+    with pytest.raises(EngineStartError, match=r"cannot be started: TypeError(.|\n)*no_such_argument"):
+        asyncio.run(engine.start())
+    assert set() == leftovers(HOST) - before
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
