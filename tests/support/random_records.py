@@ -48,6 +48,8 @@ def records_of(hint: Any) -> st.SearchStrategy[Any]:
         hints = get_type_hints(hint, localns=_ALIASES)
         return st.builds(hint, **{field.name: records_of(hints[field.name]) for field in fields(hint)})
     origin, args = get_origin(hint), get_args(hint)
+    if hasattr(origin, "__value__"):  # NDArray of numpy 2.5
+        return records_of(origin.__value__[args])
     if origin in (Union, types.UnionType):
         return st.one_of(*map(records_of, args))
     if origin is tuple and args[1:] == (Ellipsis,):
