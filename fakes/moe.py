@@ -17,13 +17,13 @@ import numpy.typing as npt
 from rollproof.records import FloatArray, IntArray
 from rollproof.replay.spy import direction
 
-__all__ = ["Gradients", "MoeModel", "Rows", "chosen"]
+__all__ = ["Gradients", "MoeModel", "TokenRows", "chosen"]
 
 Gradients: TypeAlias = "dict[str, FloatArray]"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class TokenRows:
     """The tokens of a microbatch in one line, sample after sample: ``tokens`` and ``before`` are ``(rows,)``.
 
     ``before`` is the row of the token before, -1 at a sample's begin. ``predicted`` are the rows that predict a trained token,
@@ -73,11 +73,11 @@ class MoeModel:
 
     # Forward
 
-    def embed(self, rows: Rows) -> FloatArray:
+    def embed(self, rows: TokenRows) -> FloatArray:
         """``(rows, width)``."""
         return self.weights["embed"][rows.tokens]
 
-    def mixed(self, rows: Rows, x: FloatArray) -> FloatArray:
+    def mixed(self, rows: TokenRows, x: FloatArray) -> FloatArray:
         """Each token's row with half of the row before."""
         return x + 0.5 * np.where(rows.before[:, None] >= 0, x[rows.before], 0.0)
 
@@ -92,18 +92,18 @@ class MoeModel:
         taken = np.take_along_axis(scores, ids, axis=1)
         return taken / taken.sum(axis=1, keepdims=True) if self.normalised else taken
 
-    def dense(self, layer: int, rows: Rows, x: FloatArray) -> FloatArray:
+    def dense(self, layer: int, rows: TokenRows, x: FloatArray) -> FloatArray:
         """A layer without router."""
         return x + np.tanh(self.mixed(rows, x) @ self.weights[f"layers.{layer}.dense"])
 
-    def sparse(self, layer: int, rows: Rows, x: FloatArray, ids: IntArray) -> FloatArray:
+    def sparse(self, layer: int, rows: TokenRows, x: FloatArray, ids: IntArray) -> FloatArray:
         """A layer whose router executes ``ids`` ``(rows, top_k)``; their order within a row makes no difference."""
         ids = np.sort(ids, axis=1)
         mixed = self.mixed(rows, x)
         weights = self.gates(self.scores(layer, mixed), ids)
-        return x + (weights[:, :, None] * self._experts(layer, mixed, ids)).sum(axis=1)
+        return np.asarray(x + (weights[:, :, None] * self._experts(layer, mixed, ids)).sum(axis=1))
 
-    def loss(self, rows: Rows, x: FloatArray, scale: float) -> tuple[float, FloatArray]:
+    def loss(self, rows: TokenRows, x: FloatArray, scale: float) -> tuple[float, FloatArray]:
         """The summed negative logprob of the labels times ``scale``, and the logprobs ``(labels,)``."""
         logits = x[rows.predicted] @ self.weights["head"]
         shifted = logits - logits.max(axis=1, keepdims=True, initial=-np.inf)
@@ -112,7 +112,7 @@ class MoeModel:
 
     # Backward: each adds to ``out`` and returns the gradient of its input
 
-    def loss_backward(self, rows: Rows, x: FloatArray, scale: float, out: Gradients) -> FloatArray:
+    def loss_backward(self, rows: TokenRows, x: FloatArray, scale: float, out: Gradients) -> FloatArray:
         """Of ``loss``."""
         used = x[rows.predicted]
         logits = used @ self.weights["head"]
@@ -125,14 +125,14 @@ class MoeModel:
         np.add.at(dx, rows.predicted, d_logits @ self.weights["head"].T)
         return dx
 
-    def dense_backward(self, layer: int, rows: Rows, x: FloatArray, dy: FloatArray, out: Gradients) -> FloatArray:
+    def dense_backward(self, layer: int, rows: TokenRows, x: FloatArray, dy: FloatArray, out: Gradients) -> FloatArray:
         """Of ``dense``."""
         mixed, weight = self.mixed(rows, x), self.weights[f"layers.{layer}.dense"]
         d_pre = dy * (1.0 - np.tanh(mixed @ weight) ** 2)
         out[f"layers.{layer}.dense"] += mixed.T @ d_pre
         return dy + self._unmixed(rows, d_pre @ weight.T)
 
-    def sparse_backward(self, layer: int, rows: Rows, x: FloatArray, ids: IntArray, dy: FloatArray, out: Gradients) -> FloatArray:
+    def sparse_backward(self, layer: int, rows: TokenRows, x: FloatArray, ids: IntArray, dy: FloatArray, out: Gradients) -> FloatArray:
         """Of ``sparse``."""
         ids = np.sort(ids, axis=1)
         mixed = self.mixed(rows, x)
@@ -146,7 +146,7 @@ class MoeModel:
         out[f"layers.{layer}.gate"] += d_logits.T @ mixed
         return dy + self._unmixed(rows, d_mixed + d_logits @ self.weights[f"layers.{layer}.gate"])
 
-    def embed_backward(self, rows: Rows, dx: FloatArray, out: Gradients) -> None:
+    def embed_backward(self, rows: TokenRows, dx: FloatArray, out: Gradients) -> None:
         """Of ``embed``."""
         np.add.at(out["embed"], rows.tokens, dx)
 
@@ -161,9 +161,9 @@ class MoeModel:
 
     def _experts(self, layer: int, mixed: FloatArray, ids: IntArray) -> FloatArray:
         """``(rows, top_k, width)``: what each executed expert makes of its row."""
-        return np.tanh(np.einsum("nd,nkde->nke", mixed, self.weights[f"layers.{layer}.experts"][ids]))
+        return np.asarray(np.tanh(np.einsum("nd,nkde->nke", mixed, self.weights[f"layers.{layer}.experts"][ids])))
 
-    def _unmixed(self, rows: Rows, d_mixed: FloatArray) -> FloatArray:
+    def _unmixed(self, rows: TokenRows, d_mixed: FloatArray) -> FloatArray:
         dx = d_mixed.copy()
         later = np.flatnonzero(rows.before >= 0)
         dx[rows.before[later]] += 0.5 * d_mixed[later]  # a row is the row before of one row at most

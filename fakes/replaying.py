@@ -9,96 +9,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from rollproof.contract import Contract
-from rollproof.contract import Rows as Held
-from rollproof.fakes.moe import Gradients, MoeModel, Rows, chosen
+from rollproof.fakes.moe import MoeModel, chosen
+from rollproof.fakes.replay_parts import Microbatch, Pass, Router, is_ready, outcome_of, plain_targets, problem_of, token_rows
 from rollproof.records import FloatArray, IntArray, Rollout
 from rollproof.replay.contract import trainer_contract
 from rollproof.replay.events import Action, Outcome, Phase, Step
 from rollproof.replay.layouts import Layout, Rank, Source
 from rollproof.replay.layouts.schedules import Operation, operations, schedule_table
-from rollproof.replay.spy import Spy, UnsupportedStep, sketch
+from rollproof.replay.spy import Spy, UnsupportedStep
 from rollproof.replay.terms import FreeRows, Installs, Recompute, ReplayMode
 
-__all__ = ["Microbatch", "Pass", "ReplayTrainer", "Router"]
-
-
-class Router:
-    """The replay state of one router on one rank. ``action`` is ``None`` where it chooses by its own scores."""
-
-    def __init__(self, layer: int, top_k: int) -> None:
-        self.layer: int = layer
-        self.top_k: int = top_k
-        self.action: Action | None = None
-        self.target: IntArray | None = None
-        self.queue: deque[IntArray] = deque()
-        self.recorded: list[IntArray] = []
-
-    def install(self, target: IntArray, *, keep: bool) -> None:
-        """Take the target ``(rows, top_k)`` of the next forward pass, -1 in rows that are free; ``keep`` it for the recompute, too."""
-        self.target = target
-        if keep:
-            self.queue.append(target)
-
-    def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
-        """``(rows, top_k)``: the experts to execute for rows of ``scores`` ``(rows, experts)``."""
-        if self.action is not Action.REPLAY:
-            own = chosen(scores, self.top_k)
-            if self.action is Action.RECORD and phase is Phase.FORWARD:
-                self.recorded.append(own)
-            return own
-        target = self.take(phase)
-        free = target[:, :1] < 0
-        return np.where(free, chosen(scores, self.top_k), target) if free.any() else target
-
-    def take(self, phase: Phase) -> IntArray:
-        """The target of a pass. Raises ``RuntimeError`` where there is none."""
-        if phase is Phase.RECOMPUTE:
-            if not self.queue:
-                raise RuntimeError(f"The router of layer {self.layer} has no target left for its recompute.")
-            return self.queue.popleft()
-        if self.target is None:
-            raise RuntimeError(f"The router of layer {self.layer} has no target.")
-        target, self.target = self.target, None
-        return target
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.action, self.target = None, None
-        self.queue.clear()
-        self.recorded.clear()
-
-
-@dataclass(eq=False)
-class Microbatch:
-    """One microbatch on its way: its samples, where its rows are on each rank, and the activations so far."""
-
-    number: int
-    samples: tuple[Rollout, ...]
-    first: int
-    rows: Rows
-    starts: npt.NDArray[np.int64]
-    sources: list[tuple[Rank, Source]]
-    inputs: dict[int, FloatArray] = field(default_factory=dict)
-    executed: dict[int, IntArray] = field(default_factory=dict)
-    x: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
-    dx: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sample."""
-        return [sample.total for sample in self.samples]
-
-    def places(self, source: Source) -> npt.NDArray[np.int64]:
-        """``(rows,)``: which of the microbatch's rows a rank's row is; -1 for padding."""
-        filled = np.where(source.filled, source.sample, 0)
-        return np.where(source.filled, self.starts[filled] + source.position if len(self.samples) else -1, -1)
+__all__ = ["ReplayTrainer"]
 
 
 class ReplayTrainer:
@@ -173,9 +101,10 @@ class ReplayTrainer:
         scale = 1.0 / max(1, sum(len(sample.response_ids) for sample in step.samples))
         loss, gradients = 0.0, self.model.zeros()
         for sample in step.samples:
-            wanted = _plain_targets(self.contract, sample)
-            rows = _rows((sample,))[0]
-            inputs, taken = [self.model.embed(rows)], []
+            wanted = plain_targets(self.contract, sample)
+            rows = token_rows((sample,))[0]
+            inputs = [self.model.embed(rows)]
+            taken: list[IntArray | None] = []
             for layer in range(self.model.layers):
                 x = inputs[-1]
                 if layer not in self.model.moe:
@@ -189,13 +118,13 @@ class ReplayTrainer:
             loss += self.model.loss(rows, inputs[-1], scale)[0]
             dx = self.model.loss_backward(rows, inputs[-1], scale, gradients)
             for layer in reversed(range(self.model.layers)):
-                ids = taken[layer]
-                if ids is None:
+                executed = taken[layer]
+                if executed is None:
                     dx = self.model.dense_backward(layer, rows, inputs[layer], dx, gradients)
                 else:
-                    dx = self.model.sparse_backward(layer, rows, inputs[layer], ids, dx, gradients)
+                    dx = self.model.sparse_backward(layer, rows, inputs[layer], executed, dx, gradients)
             self.model.embed_backward(rows, dx, gradients)
-        return _outcome(step, self.layout.moe, loss, {}, gradients)
+        return outcome_of(step, self.layout.moe, loss, {}, gradients)
 
     # What it is made of
 
@@ -238,7 +167,7 @@ class ReplayTrainer:
     def check(self, step: Step) -> None:
         """Raise ``ValueError`` for routes that cannot be replayed."""
         for sample in step.samples:
-            problem = _problem(self.contract, sample)
+            problem = problem_of(self.contract, sample)
             if problem:
                 raise ValueError(f"{sample.request_id}: {problem}.")
 
@@ -253,11 +182,11 @@ class ReplayTrainer:
             first += len(samples)
         self.pipeline(run)
         recorded = self.recorded(run) if step.action is Action.RECORD else {}
-        return replace(_outcome(step, self.layout.moe, run.loss, run.logprobs, run.gradients), recorded=recorded)
+        return replace(outcome_of(step, self.layout.moe, run.loss, run.logprobs, run.gradients), recorded=recorded)
 
     def microbatch(self, number: int, samples: tuple[Rollout, ...], first: int) -> Microbatch:
         """The rows of a microbatch, and which of them each rank holds."""
-        rows, starts = _rows(samples)
+        rows, starts = token_rows(samples)
         lengths = [sample.total for sample in samples]
         prompts = [len(sample.prompt_ids) for sample in samples]
         sources = [(rank, self.layout.rows(lengths, rank, prompts=prompts)) for rank in self.ranks]
@@ -270,7 +199,7 @@ class ReplayTrainer:
         done: set[tuple[int, int, bool]] = set()
         while any(todo.values()):
             for rank, waiting in todo.items():
-                while waiting and _ready(waiting[0], rank, mesh.pp, mesh.vpp, done):
+                while waiting and is_ready(waiting[0], rank, mesh.pp, mesh.vpp, done):
                     operation = waiting.popleft()
                     self.operate(run, rank, operation)
                     done.add((operation.microbatch, operation.chunk * mesh.pp + rank, operation.backward))
@@ -324,7 +253,7 @@ class ReplayTrainer:
     def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
         """What the routers of a chunk must execute, by layer: ``(rows, top_k)``, -1 in the rows that are left to the router."""
         payloads = [self.payload(sample) for sample in microbatch.samples]
-        whole = self.layout.targets(payloads, rank, chunk, lengths=microbatch.lengths)
+        whole: dict[int, IntArray] = {**self.layout.targets(payloads, rank, chunk, lengths=microbatch.lengths)}
         if self.free_rows is FreeRows.DUMMY:
             return whole
         captured = self.captured(microbatch, source)
@@ -413,21 +342,6 @@ class ReplayTrainer:
         return out
 
 
-@dataclass(eq=False)
-class Pass:
-    """A step on its way."""
-
-    step: Step
-    spy: Spy
-    model: MoeModel
-    routers: dict[tuple[int, int], Router]
-    scale: float
-    gradients: Gradients
-    microbatches: list[Microbatch] = field(default_factory=list)
-    loss: float = 0.0
-    logprobs: dict[str, FloatArray] = field(default_factory=dict)
-
-
 def _contract(cls: type[ReplayTrainer]) -> Contract:
     layout = cls.layout
     return trainer_contract(
@@ -476,72 +390,3 @@ def _Fused(base: type[ReplayTrainer]) -> type[ReplayTrainer]:  # noqa: N802 - as
                 raise ValueError("The fused router chooses on its own: switch it off to replay.")
 
     return Fused
-
-
-def _ready(operation: Operation, rank: int, pp: int, vpp: int, done: set[tuple[int, int, bool]]) -> bool:
-    """Whether what an operation needs of its neighbour stages is there."""
-    stage = operation.chunk * pp + rank
-    if not operation.backward:
-        return stage == 0 or (operation.microbatch, stage - 1, False) in done
-    if stage == pp * vpp - 1:
-        return (operation.microbatch, stage, False) in done
-    return (operation.microbatch, stage + 1, True) in done
-
-
-def _rows(samples: Sequence[Rollout]) -> tuple[Rows, npt.NDArray[np.int64]]:
-    """The tokens of samples in one line, and where each sample begins."""
-    tokens = [sample.prompt_ids + sample.response_ids for sample in samples]
-    starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
-    before = np.arange(-1, starts[-1] - 1)
-    before[starts[:-1][np.diff(starts) > 0]] = -1
-    predicted = [
-        np.arange(start + len(sample.prompt_ids) - 1, start + sample.total - 1) for start, sample in zip(starts[:-1], samples, strict=True)
-    ]
-    rows = Rows(
-        tokens=np.array([token for ids in tokens for token in ids], dtype=np.int64),
-        before=before,
-        predicted=np.concatenate([np.zeros(0, dtype=np.int64), *predicted]),
-        labels=np.array([token for sample in samples for token in sample.response_ids], dtype=np.int64),
-    )
-    return rows, starts
-
-
-def _outcome(step: Step, moe: tuple[int, ...], loss: float, logprobs: dict[str, FloatArray], gradients: Gradients) -> Outcome:
-    if not step.backward:
-        return Outcome(step=step.name, loss=loss, logprobs=logprobs)
-    told = {name: sketch(value) for name, value in gradients.items()}
-    gates = {layer: told[f"layers.{layer}.gate"] for layer in moe}
-    return Outcome(step=step.name, loss=loss, logprobs=logprobs, gradients=told, gates=gates)
-
-
-def _plain_targets(contract: Contract, sample: Rollout) -> dict[int, IntArray]:
-    """By layer: the target of each token, -1 where there is none."""
-    if sample.routes is None:
-        return {}
-    out = {}
-    for column, layer in zip(contract.moe_columns, contract.moe_layers or (), strict=True):
-        target = np.full((sample.total, contract.top_k or 1), -1, dtype=np.int64)
-        target[: len(sample.routes)] = sample.routes[:, column]
-        out[layer] = target
-    return out
-
-
-def _problem(contract: Contract, sample: Rollout) -> str | None:
-    """What is wrong with the routes of a sample."""
-    routes: Any = sample.routes
-    if routes is None:
-        return "it has no routes"
-    if routes.dtype.kind not in "iu":
-        return f"its routes are {routes.dtype}, not integers"
-    if routes.shape[1:] != (contract.route_layers, contract.top_k):
-        return f"its routes have the shape {routes.shape}, not (rows, {contract.route_layers}, {contract.top_k})"
-    least = 0 if contract.rows is Held.CAPTURED_PREFIX else sample.total - 1
-    most = sample.total if contract.rows is Held.CAPTURED_PREFIX else sample.total - 1
-    if not least <= len(routes) <= most:
-        return f"it has {len(routes)} rows for {sample.total} tokens"
-    moe = np.sort(routes[:, list(contract.moe_columns)].astype(np.int64), axis=2)
-    if moe.size and (moe.min() < 0 or moe.max() >= (contract.num_experts or 1)):
-        return "its routes hold ids that are no experts"
-    if (moe[:, :, 1:] == moe[:, :, :-1]).any():
-        return "a row of its routes holds an expert twice"
-    return None

@@ -11,7 +11,8 @@ import numpy as np
 
 from rollproof.checks import Check, Collector
 from rollproof.contract import Contract
-from rollproof.invariants import replay_refusals, replay_results
+from rollproof.invariants import replay_gates, replay_refusals, replay_results
+from rollproof.invariants.replay_laws import same_loss
 from rollproof.invariants.replay_rows import Executed, judge_rows, native_choice
 from rollproof.invariants.replay_steps import StepView, replay_check
 from rollproof.invariants.wording import count, ranges, share
@@ -19,7 +20,7 @@ from rollproof.records import IntArray
 from rollproof.replay.contract import terms_of
 from rollproof.replay.events import Action, Phase, Purpose
 from rollproof.replay.targets import chosen_by
-from rollproof.replay.terms import FreeRows, Installs, Recompute
+from rollproof.replay.terms import FreeRows, Installs, Recompute, ReplayMode
 
 __all__ = ["CHECKS"]
 
@@ -57,7 +58,11 @@ def _recompute(view: StepView, out: Collector) -> None:
     exercised_by="rows compared",
 )
 def _old_logprob(view: StepView, out: Collector) -> None:
-    if view.replays and view.regular and not view.step.backward and not _skipped(view, out):
+    if not view.replays or not view.regular or view.step.backward:
+        return
+    if view.hindrance is not None and view.terms.mode is ReplayMode.R2:
+        out.inapplicable(f"in mode R2 old logprobs are recorded, and no forward-only pass replays: {view.hindrance}")
+    elif not _skipped(view, out):
         judge_rows(view, Phase.FORWARD, "rows compared", out)
 
 
@@ -109,6 +114,7 @@ def _coverage(view: StepView, out: Collector) -> None:
             seen = np.zeros(len(view.targets.experts), dtype=bool)
             seen[rows.place[here]] = True
             out.exercised("layers counted")
+            seen[view.targets.finals] = True  # it predicts nothing: a trainer need not forward it
             missing = np.flatnonzero(~seen)
             twice = [
                 place
@@ -153,11 +159,14 @@ def _free_rows(view: StepView, out: Collector) -> None:
         return
     targets = view.targets
     own = np.sort(native, axis=2)
+    if (own[targets.finals] < 0).any():
+        out.absent("the trainer does not forward final tokens")
+        return
     if (np.sort(targets.experts, axis=2) != own)[targets.known].any():
         return  # other experts were replayed upstream, so the router's own choice is not known
     rows = Executed.of(view, Phase.FORWARD)
     # behind the first MoE layer the own choice is only known where the layers before gave what they give in the native pass
-    deep = view.same_as is not None and replay_results.same_loss(view, view.same_as)
+    deep = view.same_as is not None and same_loss(view, view.same_as)
     free = np.flatnonzero((rows.place >= 0) & ~rows.held & (deep | (rows.column == 0)))
     if not len(free):
         out.absent("no row was without a target")
@@ -288,5 +297,6 @@ CHECKS: tuple[Check, ...] = (
     _recorded,
     _installs,
     *replay_results.CHECKS,
+    *replay_gates.CHECKS,
     *replay_refusals.CHECKS,
 )

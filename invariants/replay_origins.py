@@ -83,7 +83,7 @@ def _narrowed(strays: Strays) -> Iterator[Origin]:
 
 
 def _zeros(strays: Strays) -> Iterator[Origin]:
-    alone = (strays.executed <= 0).all(axis=1)
+    alone = np.asarray((strays.executed <= 0).all(axis=1))
     yield Origin(np.where(alone[:, None], strays.executed, _NOWHERE), "rows of expert 0 alone", _PADDING)
 
 

@@ -84,7 +84,7 @@ class Executed:
         target = (
             np.sort(self.view.targets.experts[np.where(self.held, self.place, 0), self.column], axis=1) if len(self.place) else self.ordered
         )
-        return self.held & (self.ordered != target).any(axis=1)
+        return np.asarray(self.held & (self.ordered != target).any(axis=1))
 
 
 def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> None:

@@ -12,8 +12,9 @@ import numpy.typing as npt
 from rollproof.fakes.known_bugs import replay_values
 from rollproof.fakes.known_bugs.replay_planting import RECOMPUTED, WRONG_ROWS, bug
 from rollproof.fakes.moe import chosen
+from rollproof.fakes.replay_parts import Microbatch, Pass, Router
 from rollproof.fakes.replay_references import CapturedPrefix, DenseFirst, Interleaved, ManyExperts, Recording
-from rollproof.fakes.replaying import Microbatch, Pass, ReplayTrainer, Router
+from rollproof.fakes.replaying import ReplayTrainer
 from rollproof.known_bug import KnownBug
 from rollproof.records import FloatArray, IntArray, Rollout
 from rollproof.replay.events import Action, Outcome, Phase, Purpose, Step
@@ -146,11 +147,11 @@ class _AlignedOtherwise(DenseFirst):
 
 
 class _RemainderDropped(ReplayTrainer):
-    """Rows that do not divide over two sequence-parallel ranks are given to none."""
+    """Rows that do not divide over four sequence-parallel ranks are given to none."""
 
     def microbatch(self, number: int, samples: tuple[Rollout, ...], first: int) -> Microbatch:
         right = super().microbatch(number, samples, first)
-        right.sources = [(rank, source[: len(source) // 2 * 2]) for rank, source in right.sources]
+        right.sources = [(rank, source[: len(source) // 4 * 4]) for rank, source in right.sources]
         return right
 
     def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
@@ -362,7 +363,7 @@ BUGS: tuple[KnownBug, ...] = (
         _FirstMicrobatchAlone,
         "replay.forward",
         "replay.installs",
-        also=("replay.old-logprob", "replay.reference"),
+        also=("replay.reference",),
         episodes=("drift", "placement"),
     ),
     bug(
@@ -373,7 +374,7 @@ BUGS: tuple[KnownBug, ...] = (
         "replay.forward",
         "replay.installs",
         "replay.drift",
-        also=("replay.old-logprob", "replay.reference"),
+        also=("replay.reference",),
         episodes=("drift", "placement"),
     ),
     bug(
@@ -383,7 +384,7 @@ BUGS: tuple[KnownBug, ...] = (
         _NobodyReads,
         "replay.forward",
         "replay.drift",
-        also=("replay.old-logprob", "replay.installs", "replay.reference"),
+        also=("replay.installs", "replay.reference"),
         episodes=("drift", "placement"),
     ),
     bug(
@@ -436,7 +437,7 @@ BUGS: tuple[KnownBug, ...] = (
         _SecondStageUnarmed,
         "replay.forward",
         "replay.installs",
-        also=("replay.old-logprob", "replay.reference"),
+        also=("replay.reference",),
         episodes=("drift", "placement"),
     ),
     bug(

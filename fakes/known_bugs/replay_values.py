@@ -8,8 +8,9 @@ import numpy as np
 
 from rollproof.fakes.known_bugs.replay_planting import bug
 from rollproof.fakes.moe import MoeModel, chosen
+from rollproof.fakes.replay_parts import Microbatch, Pass, Router
 from rollproof.fakes.replay_references import CapturedPrefix, DenseFirst, ManyExperts, Pipelined, Recording
-from rollproof.fakes.replaying import Microbatch, Pass, ReplayTrainer, Router
+from rollproof.fakes.replaying import ReplayTrainer
 from rollproof.known_bug import KnownBug
 from rollproof.records import FloatArray, IntArray, Rollout
 from rollproof.replay.events import Action, Phase, Step
@@ -101,7 +102,7 @@ class _OverNative(MoeModel):
 
     def gates(self, scores: FloatArray, ids: IntArray) -> FloatArray:
         own = np.take_along_axis(scores, np.sort(chosen(scores, self.top_k), axis=1), axis=1)
-        return np.take_along_axis(scores, ids, axis=1) / own.sum(axis=1, keepdims=True)
+        return np.asarray(np.take_along_axis(scores, ids, axis=1) / own.sum(axis=1, keepdims=True))
 
 
 class _NormalisedOverNative(_OwnModel):

@@ -112,6 +112,10 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
     return subject
 
 
+class _Refused(Exception):
+    """A variant was refused while it was made."""
+
+
 @dataclass
 class _Drive:
     """One subject in one episode: its state as the harness set it, and the steps so far."""
@@ -153,6 +157,8 @@ class _Drive:
             outcome = self._run(subject, given, spy)
         except UnsupportedStep as error:
             outcome = Outcome(step=step.name, skipped=str(error))
+        except _Refused as error:
+            outcome = Outcome(step=step.name, error=str(error))
         for event in spy.events:
             self.recorder.record(event)
         self.calls[step.name] = [
@@ -181,9 +187,7 @@ class _Drive:
         run = subject.run if step.variant != REFERENCE else None
         try:
             outcome = _settled(run(step, spy) if run is not None else subject.reference(step))
-        except UnsupportedStep:
-            raise
-        except SubjectError:
+        except (UnsupportedStep, SubjectError):
             raise
         except Exception as error:  # noqa: BLE001 - what a trainer raises is judged
             return Outcome(step=step.name, error=told(error), injected=_injected(error))
@@ -201,7 +205,14 @@ class _Drive:
             make = getattr(self.subject, "variant", None)
             if not callable(make):
                 raise UnsupportedStep(f"the subject has no variants, so none {planned.variant!r}")
-            made = _settled(make(planned.variant))
+            try:
+                made = _settled(make(planned.variant))
+            except (KeyError, NotImplementedError) as error:
+                raise UnsupportedStep(f"the subject has no variant {planned.variant!r}: {told(error)}") from error
+            except RollproofError:
+                raise
+            except Exception as error:  # an option that replay cannot go with may be refused while a model is made
+                raise _Refused(told(error)) from error
             if not callable(getattr(made, "run", None)):
                 raise SubjectError(f"{self.label}.variant({planned.variant!r}) must return a ReplaySubject, not {type(made).__name__}.")
             self.variants[planned.variant] = made
@@ -218,9 +229,19 @@ class _Drive:
         if step.nudge and not callable(nudge):
             raise UnsupportedStep("the subject has no nudge, so the slope of its loss is not known")
         self.weights.pop(id(subject), None)
-        _settled(set_weights(step.weights))
-        if step.nudge and nudge is not None:
-            _settled(nudge(step.nudge_layer, step.nudge))
+        try:
+            _settled(set_weights(step.weights))
+            if step.nudge and nudge is not None:
+                _settled(nudge(step.nudge_layer, step.nudge))
+        except NotImplementedError as error:
+            raise UnsupportedStep(f"the subject has no weights number {step.weights}: {told(error)}") from error
+        except RollproofError:
+            raise
+        except Exception as error:
+            raise SubjectError(
+                f"{self.label} could not set weights number {step.weights}, nudged by {step.nudge}: {told(error)}. What a subject does not "
+                "offer is told by raising UnsupportedStep."
+            ) from error
         self.weights[id(subject)] = wanted
 
     def _step(self, planned: Planned) -> Step:

@@ -133,10 +133,10 @@ def _self_replay(terms: ReplayTerms) -> Episode:
 
 def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
     """Replay under other weights: it must change the results, its gradients must be the slope of its loss, and a reference must agree."""
-    size = 10.0 ** (-terms.float_digits / 3)
+    size = 10.0 ** (-terms.float_digits / 4)  # between the rounding of the loss, and the curvature of its slope
     layers = contract.moe_layers or ()
     slopes = [
-        chosen(f"layer {layer} nudged {sign}", weights=1, purpose=Purpose.OLD_LOGPROB, nudge=way * size, nudge_layer=layer)
+        chosen(f"layer {layer} nudged {sign}", weights=1, nudge=way * size, nudge_layer=layer)
         for layer in dict.fromkeys((layers[0], layers[-1]))
         for sign, way in (("up", 1), ("down", -1))
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -85,8 +86,12 @@ def dtype_of(contract: Contract) -> str:
 def as_payload(contract: Contract, chosen: IntArray, cut: int | None = None) -> IntArray:
     """What ``chosen`` ``(tokens, MoE layers, top_k)`` is as a payload ``(rows, layers, top_k)`` of the contract's convention.
 
-    ``cut`` leaves the first so many rows alone (a captured prefix).
+    ``cut`` leaves the first so many rows alone (a captured prefix). A final row of -1, which no router chose, is left out.
     """
+    if len(chosen) and (chosen[-1] < 0).any():
+        final = np.broadcast_to(np.arange(chosen.shape[2]), chosen[-1:].shape)
+        whole = as_payload(contract, np.concatenate([chosen[:-1], final]), cut)
+        return whole[:-1] if contract.rows is Rows.CAPTURED_PREFIX and len(whole) == len(chosen) else whole
     tokens, _, top_k = chosen.shape
     shape = (tokens, contract.route_layers, top_k)
     payload = np.zeros(shape, dtype=dtype_of(contract))
@@ -94,7 +99,7 @@ def as_payload(contract: Contract, chosen: IntArray, cut: int | None = None) -> 
     if contract.rows is Rows.FORWARDED:
         return payload[:-1]
     if contract.rows is Rows.ALL and tokens:
-        payload[-1] = _FILLERS[contract.final_row or Filler.ZEROS](top_k)
+        payload[-1] = np.arange(top_k) if contract.final_row is Filler.ARANGE else -1 if contract.final_row is Filler.MINUS_ONE else 0
     return payload if cut is None else payload[:cut]
 
 
@@ -108,7 +113,7 @@ def with_drawn_routes(
     experts, top_k = contract.num_experts or 1, contract.top_k or 1
     weights = random.random((sample.total, len(contract.moe_layers or ()), experts))
     if avoid is not None:
-        np.put_along_axis(weights, avoid.astype(np.int64), 2.0, axis=2)
+        np.put_along_axis(weights, np.maximum(avoid, 0).astype(np.int64), 2.0, axis=2)
     if largest:
         weights[:, :, : max(0, experts - max(2 * top_k, 4))] += 2.0
     drawn = weights.argsort(axis=2)[:, :, :top_k]
@@ -147,10 +152,9 @@ def spoiled(contract: Contract, sample: Rollout, defect: Defect) -> Rollout:
 
 def as_given(sample: Rollout, *, floating: bool) -> Rollout:
     """A sample for the trainer, whose arrays may be written to without reaching the trace; ``floating`` makes its routes float32."""
-    own = {name: None if (array := getattr(sample, name)) is None else array.copy() for name in ("routes", "loss_mask")}
-    if floating and own["routes"] is not None:
-        own["routes"] = own["routes"].astype(np.float32)
-    return replace(sample, **own)
+    routes: Any = None if sample.routes is None else sample.routes.copy()
+    mask = None if sample.loss_mask is None else sample.loss_mask.copy()
+    return replace(sample, routes=routes.astype(np.float32) if floating and routes is not None else routes, loss_mask=mask)
 
 
 def offered_defects(contract: Contract) -> Sequence[Defect]:
@@ -176,11 +180,3 @@ def captured_rows(contract: Contract, sample: Rollout) -> int:
     own = len(sample.routes)
     last = sample.total if contract.rows is Rows.CAPTURED_PREFIX or terms_of(contract).mode is ReplayMode.R2 else sample.total - 1
     return max(0, min(own, last))
-
-
-_FILLERS = {
-    Filler.NONE: lambda top_k: np.zeros(top_k, dtype=np.int64),
-    Filler.ZEROS: lambda top_k: np.zeros(top_k, dtype=np.int64),
-    Filler.ARANGE: np.arange,
-    Filler.MINUS_ONE: lambda top_k: np.full(top_k, -1),
-}

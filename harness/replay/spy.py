@@ -138,7 +138,7 @@ def _signs(size: int) -> FloatArray:
 
 def direction(shape: tuple[int, ...]) -> FloatArray:
     """The direction of +1 and -1 along which gate weights of ``shape`` are nudged; always the same one."""
-    return _signs(int(np.prod(shape, dtype=np.int64)))[0].reshape(shape).copy()
+    return np.array(_signs(int(np.prod(shape, dtype=np.int64)))[0]).reshape(shape)
 
 
 def sketch(gradient: Any) -> FloatArray:

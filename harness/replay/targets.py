@@ -39,6 +39,11 @@ class Targets:
         ordered = np.sort(self.experts, axis=2)
         self.known: npt.NDArray[np.bool_] = inside.all(axis=2) & (ordered[:, :, 1:] != ordered[:, :, :-1]).all(axis=2)
 
+    @property
+    def finals(self) -> IntArray:
+        """The place of the final token of every sample that has tokens."""
+        return (self.starts[1:] - 1)[np.diff(self.starts) > 0]
+
     def places(self, call: Routing) -> npt.NDArray[np.int64]:
         """``(rows,)``: the index of each row among all tokens; -1 for padding and for what is no place of the step."""
         samples, positions = call.samples.astype(np.int64), call.positions.astype(np.int64)
@@ -53,13 +58,18 @@ class Targets:
 
 
 def chosen_by(contract: Contract, step: Step, calls: Sequence[Routing]) -> IntArray | None:
-    """What routers chose in ``calls`` of the forward pass of ``step``: ``(tokens, MoE layers, top_k)``; ``None`` where a row is missing."""
+    """What routers chose in ``calls`` of the forward pass of ``step``: ``(tokens, MoE layers, top_k)``; ``None`` where a row is missing.
+
+    The final token of a sample predicts nothing, and a trainer need not forward it: its row may be -1.
+    """
     frame = Targets(contract, step.samples)
-    chosen = np.full(frame.experts.shape, -1, dtype=np.int32)
+    chosen: IntArray = np.full(frame.experts.shape, -1, dtype=np.int32)
     for call in calls:
         column = frame.column(call.layer)
         if column is None or call.experts.shape[1] != chosen.shape[2]:
             continue
         places = frame.places(call)
         chosen[places[places >= 0], column] = call.experts[places >= 0]
-    return None if (chosen < 0).any() else chosen
+    missing = np.asarray((chosen < 0).any(axis=(1, 2)))
+    missing[frame.finals] = False
+    return None if missing.any() else chosen

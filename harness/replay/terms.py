@@ -123,8 +123,9 @@ class ReplayTerms:
         unknown = sorted(set(data) - known)
         if unknown:
             raise ContractError(f"Unknown replay terms {unknown}; valid terms are {sorted(known)}.")
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         try:
-            return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+            return cls(**values)
         except TypeError as error:
             raise ContractError(f"The replay terms are incomplete: {error}. Required: mode, free_rows, vocab.") from error
 
