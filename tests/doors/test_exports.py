@@ -8,6 +8,7 @@ import pkgutil
 import pytest
 
 import rollproof
+from rollproof.errors import StackError
 
 PUBLIC = {
     "Action",
@@ -96,8 +97,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 @pytest.mark.parametrize("name", modules())
 def test_every_module_lists_what_it_exports(name: str) -> None:
-    """A module's __all__ names things that it has."""
-    module = importlib.import_module(name)
+    """A module's __all__ names things that it has; one that needs an optional package says which."""
+    try:
+        module = importlib.import_module(name)
+    except StackError as error:
+        pytest.skip(str(error))
 
     assert module.__doc__
     assert [] == [export for export in getattr(module, "__all__", ()) if not hasattr(module, export)]

@@ -1,8 +1,23 @@
-"""Routing replay for models of HF transformers: ``hf_replay`` and ``hf_record`` for a training loop of one's own.
+"""Routing replay for models of HF transformers, for a training loop of one's own.
 
-``topk`` is the oracle: it puts ids in the place of a router's own top-k, whatever the family computes around it. ``routers`` finds the
-routers of a model by structure, ``targets`` checks the routes that are to be replayed, ``passes`` holds the context managers, and
-``subject`` is the trainer that rollproof's own suite drives. All but this module import torch.
+``hf_replay`` replays a microbatch, ``hf_record`` records one, ``batch_routes`` and ``packed_routes`` bring the routes of finished
+samples into the order of the model's rows, ``find_routers`` saves the search where a loop replays often. Needs torch.
+
+Within: ``topk`` is the oracle, which puts ids in the place of a router's own top-k, whatever its family computes around it; ``passes``
+holds the contexts, ``targets`` checks what they are given; ``trainer`` and ``ranked`` are replay subjects around tiny models.
 """
 
 from __future__ import annotations
+
+from importlib.util import find_spec
+
+from rollproof.errors import StackError
+
+if find_spec("torch") is None:
+    raise StackError("rollproof.replay.hf replays models of PyTorch, and torch is not installed: `pip install torch transformers`.")
+
+from rollproof.replay.hf.passes import Pass, Recorded, hf_record, hf_replay
+from rollproof.replay.hf.placing import batch_routes, packed_routes
+from rollproof.replay.hf.routers import Router, Routers, find_routers
+
+__all__ = ["Pass", "Recorded", "Router", "Routers", "batch_routes", "find_routers", "hf_record", "hf_replay", "packed_routes"]

@@ -123,7 +123,9 @@ def tiny_model(name: str, *, seed: int = 5, dtype: torch.dtype = torch.float32, 
     if name not in known:
         raise UsageError(f"No family is named {name!r}; choose among {list(known)}.")
     made = AutoConfig.for_model(name, **{**_SIZES, **known[name].config, **config})
-    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    # Grouped products of float64 do not exist; one product per expert does.
+    experts = {"experts_implementation": "eager"} if dtype is torch.float64 else {}
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager", **experts)
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
