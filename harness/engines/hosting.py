@@ -89,7 +89,7 @@ def run_host(
     try:
         host = make(options)
     except EngineStartError as error:
-        _refuse(channel, str(error))
+        _refuse(channel, str(error), told=True)
     except Exception as error:  # noqa: BLE001 - whatever an engine raises when it starts is what the caller must read
         traceback.print_exc()
         _refuse(channel, f"{type(error).__name__}: {error}")
@@ -117,8 +117,9 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def _refuse(channel: socket.socket, text: str) -> NoReturn:
-    channel.sendall(_line({"error": text}))
+def _refuse(channel: socket.socket, text: str, *, told: bool = False) -> NoReturn:
+    """Say why there is no host; ``told`` where the text tells it all, so that nobody needs the end of the log."""
+    channel.sendall(_line({"error": text, "told": told}))
     leave()
 
 

@@ -194,7 +194,8 @@ class EngineProcess:
             first.cancel()
         message = json.loads(line) if line else {}
         if "error" in message:
-            raise EngineStartError(f"{self.name} cannot be started: {message['error']}")
+            said = f"{self.name} cannot be started: {message['error']}"
+            raise EngineStartError(said if message.get("told") else f"{said}\n{self._tail()}")
         if not message.get("ready"):
             raise EngineStartError(f"{self.name} died while it started ({self._exit()}). {self._tail()}")
         self._shared |= shared_memory_of(self.pid)
