@@ -14,8 +14,7 @@ sizes = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "head_di
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, num_experts_per_tok=2, moe_intermediate_size=64))
 for parameter in model.parameters():
     parameter.data.normal_(std=1.5 * parameter.shape[-1] ** -0.5) if parameter.dim() > 1 else None
-folder = tempfile.mkdtemp()
-model.save_pretrained(folder)
+model.save_pretrained(folder := tempfile.mkdtemp())
 llm = LLM(model=folder, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=128, enable_prefix_caching=False)
 layer = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.model.layers[0]
 for name in ("self_attn", "mlp"):
