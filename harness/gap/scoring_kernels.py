@@ -9,67 +9,53 @@ import triton.language as tl
 
 __all__ = ["fold", "fold_pair"]
 
-_WIDTH = 2048
-
 
 @triton.jit
-def _fold(state, logits, own, columns, stride, state_stride, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _fold(state, logits, own, columns, stride, lines, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
     row = tl.program_id(0)
-    top = tl.load(state + row)
-    total = tl.load(state + state_stride + row)
-    weighted = tl.load(state + 2 * state_stride + row)
+    place = tl.arange(0, WIDTH)
     base = logits + row.to(tl.int64) * stride
-    for begin in range(0, columns, WIDTH):
-        place = begin + tl.arange(0, WIDTH)
-        z = tl.load(base + place, mask=place < columns, other=-float("inf"))
-        new = tl.maximum(top, tl.max(z, 0))
-        chance = tl.exp(z - new)
-        keep = tl.exp(top - new)
-        total = total * keep + tl.sum(chance, 0)
-        weighted = weighted * keep + tl.sum(tl.where(chance > 0, z * chance, 0.0), 0)
-        top = new
-    tl.store(state + row, top)
-    tl.store(state + state_stride + row, total)
-    tl.store(state + 2 * state_stride + row, weighted)
+    z = tl.load(base + place, mask=place < columns, other=-float("inf"))
+    top, total, weighted = tl.load(state + row), tl.load(state + lines + row), tl.load(state + 2 * lines + row)
+    new = tl.maximum(top, tl.max(z, 0))
+    chance, keep = tl.exp(z - new), tl.exp(top - new)
+    tl.store(state + row, new)
+    tl.store(state + lines + row, total * keep + tl.sum(chance, 0))
+    # a logit of -inf has no chance, and 0 x inf is no number
+    tl.store(state + 2 * lines + row, weighted * keep + tl.sum(tl.where(chance > 0, z * chance, 0.0), 0))
     mine = tl.load(own + row)
     if (mine >= 0) & (mine < columns):
-        tl.store(state + 3 * state_stride + row, tl.load(base + mine))
+        tl.store(state + 3 * lines + row, tl.load(base + mine))
 
 
 @triton.jit
-def _fold_pair(state, p, q, columns, stride, other_stride, state_stride, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _fold_pair(state, p, q, columns, stride, other_stride, lines, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
     row = tl.program_id(0)
-    top = tl.load(state + row)
-    total = tl.load(state + state_stride + row)
-    other_top = tl.load(state + 2 * state_stride + row)
-    other_total = tl.load(state + 3 * state_stride + row)
-    apart = tl.load(state + 4 * state_stride + row)
-    base, other = p + row.to(tl.int64) * stride, q + row.to(tl.int64) * other_stride
-    for begin in range(0, columns, WIDTH):
-        place = begin + tl.arange(0, WIDTH)
-        z = tl.load(base + place, mask=place < columns, other=-float("inf"))
-        y = tl.load(other + place, mask=place < columns, other=-float("inf"))
-        new, other_new = tl.maximum(top, tl.max(z, 0)), tl.maximum(other_top, tl.max(y, 0))
-        chance = tl.exp(z - new)
-        keep = tl.exp(top - new)
-        total = total * keep + tl.sum(chance, 0)
-        apart = apart * keep + tl.sum(tl.where(chance > 0, (z - y) * chance, 0.0), 0)
-        other_total = other_total * tl.exp(other_top - other_new) + tl.sum(tl.exp(y - other_new), 0)
-        top, other_top = new, other_new
-    tl.store(state + row, top)
-    tl.store(state + state_stride + row, total)
-    tl.store(state + 2 * state_stride + row, other_top)
-    tl.store(state + 3 * state_stride + row, other_total)
-    tl.store(state + 4 * state_stride + row, apart)
+    place = tl.arange(0, WIDTH)
+    inside = place < columns
+    z = tl.load(p + row.to(tl.int64) * stride + place, mask=inside, other=-float("inf"))
+    y = tl.load(q + row.to(tl.int64) * other_stride + place, mask=inside, other=-float("inf"))
+    top, total = tl.load(state + row), tl.load(state + lines + row)
+    other_top, other_total = tl.load(state + 2 * lines + row), tl.load(state + 3 * lines + row)
+    apart = tl.load(state + 4 * lines + row)
+    new, other_new = tl.maximum(top, tl.max(z, 0)), tl.maximum(other_top, tl.max(y, 0))
+    chance, keep = tl.exp(z - new), tl.exp(top - new)
+    tl.store(state + row, new)
+    tl.store(state + lines + row, total * keep + tl.sum(chance, 0))
+    tl.store(state + 2 * lines + row, other_new)
+    tl.store(state + 3 * lines + row, other_total * tl.exp(other_top - other_new) + tl.sum(tl.exp(y - other_new), 0))
+    tl.store(state + 4 * lines + row, apart * keep + tl.sum(tl.where(chance > 0, (z - y) * chance, 0.0), 0))
 
 
 def fold(state: Any, logits: Any, own: Any) -> None:
     """Take ``logits`` ``(rows, columns)`` float32 into ``state`` ``(4, rows)``; ``own`` ``(rows,)`` is each row's token in this block."""
     rows, columns = logits.shape
-    _fold[(rows,)](state, logits, own, columns, logits.stride(0), state.stride(0), WIDTH=_WIDTH, num_warps=8)
+    width = triton.next_power_of_2(columns)
+    _fold[(rows,)](state, logits, own, columns, logits.stride(0), state.stride(0), WIDTH=width, num_warps=4)
 
 
 def fold_pair(state: Any, p: Any, q: Any) -> None:
     """Take two blocks of logits into ``state`` ``(5, rows)``."""
     rows, columns = p.shape
-    _fold_pair[(rows,)](state, p, q, columns, p.stride(0), q.stride(0), state.stride(0), WIDTH=_WIDTH, num_warps=8)
+    width = triton.next_power_of_2(columns)
+    _fold_pair[(rows,)](state, p, q, columns, p.stride(0), q.stride(0), state.stride(0), WIDTH=width, num_warps=4)
