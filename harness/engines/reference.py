@@ -40,7 +40,7 @@ class ReferenceModel:
         import torch
 
         model = self._model(version)
-        with torch.no_grad(), self._captured(model) as scores:
+        with torch.no_grad(), _one_thread(torch), self._captured(model) as scores:
             logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         raw = _taken(logits, ids)
         scaled = raw if temperature in (0.0, 1.0) else _taken(logits / temperature, ids)
@@ -56,7 +56,7 @@ class ReferenceModel:
         from rollproof.replay.hf.passes import hf_replay
 
         model = self._model(version)
-        with torch.no_grad(), hf_replay(model, torch.as_tensor(routes)):
+        with torch.no_grad(), _one_thread(torch), hf_replay(model, torch.as_tensor(routes)):
             logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         return _taken(logits, ids)
 
@@ -133,6 +133,17 @@ class ReferenceModel:
             if gaps.shape[1]:
                 orders[:, layer] = (gaps.amin(1) / size).numpy()
         return routes, margins, orders
+
+
+@contextmanager
+def _one_thread(torch: Any) -> Iterator[None]:
+    """Compute on one thread: a tiny model gains nothing from more, and on a busy machine they wait for each other, seconds a forward."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _taken(logits: Any, ids: Sequence[int]) -> LogprobArray:
