@@ -24,7 +24,7 @@ def summing(rank: int, world_size: int) -> Callable[[str], Any]:
                 case "is killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "exits":
-                    print("the last words of rank 1", flush=True)
+                    os.write(1, b"the last words of rank 1\n")
                     os._exit(3)
                 case "raises":
                     raise ArithmeticError("rank 1 cannot count")

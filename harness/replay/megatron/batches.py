@@ -62,8 +62,11 @@ def dealt(setup: Setup, step: Step, dp: int) -> list[list[tuple[int, Rollout | N
 
 def batches(setup: Setup, step: Step, rank: Rank) -> list[Batch]:
     """The microbatches of a step as ``rank`` has them."""
-    layout = setup.layout(setup.width(step))
-    return [_batch(setup, rank, setup.width(step), layout, mine) for mine in dealt(setup, step, rank.dp)]
+    out = []
+    for mine in dealt(setup, step, rank.dp):
+        width = setup.width(lengths_of([sample for _, sample in mine]) if setup.own_widths else [one.total for one in step.samples])
+        out.append(_batch(setup, rank, width, setup.layout(width), mine))
+    return out
 
 
 def _batch(setup: Setup, rank: Rank, width: int, layout: Layout, mine: list[tuple[int, Rollout | None]]) -> Batch:

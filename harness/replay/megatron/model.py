@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from rollproof.replay.megatron.weights import Part, fill, named_parts
 from rollproof.replay.spy import direction
 from rollproof.replay.terms import Recompute
 
-__all__ = ["Chunks", "build", "parallel"]
+__all__ = ["Chunks", "build", "configuration", "parallel"]
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     Recompute.NONE: {},
@@ -92,8 +92,8 @@ class Chunks:
                     weight += torch.from_numpy(size * direction(tuple(weight.shape))).to(weight.dtype)
 
 
-def build(setup: Setup, recompute: Recompute, *, replay: bool) -> Chunks:
-    """Build this rank's chunks. ``replay`` is the configuration flag that gives every router a place for targets.
+def build(setup: Setup, config: Any) -> Chunks:
+    """Build this rank's chunks of a ``configuration``.
 
     Routers register themselves in a list of the process: that list is emptied first, or the routers of an earlier model would take
     the targets (verl#7340).
@@ -105,7 +105,6 @@ def build(setup: Setup, recompute: Recompute, *, replay: bool) -> Chunks:
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     RouterReplay.clear_global_router_replay_instances()
-    config = _config(setup, recompute, replay)
     models = []
     for stage in range(setup.vpp):
         virtual = stage if setup.vpp > 1 else None
@@ -132,11 +131,12 @@ def build(setup: Setup, recompute: Recompute, *, replay: bool) -> Chunks:
     )
 
 
-def _config(setup: Setup, recompute: Recompute, replay: bool) -> Any:
+def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any]) -> Any:
+    """The ``TransformerConfig`` of a setup, with further ``settings`` (those that switch a replay code on)."""
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    settings: dict[str, Any] = {
+    own: dict[str, Any] = {
         "num_layers": setup.num_layers,
         "hidden_size": 32,
         "ffn_hidden_size": 64,
@@ -146,7 +146,6 @@ def _config(setup: Setup, recompute: Recompute, replay: bool) -> Any:
         "moe_router_topk": setup.top_k,
         "moe_layer_freq": [int(layer in setup.moe_layers) for layer in range(setup.num_layers)],
         "moe_token_dispatcher_type": str(setup.dispatcher),
-        "moe_enable_routing_replay": replay,
         "moe_router_load_balancing_type": "none",
         "tensor_model_parallel_size": setup.tp,
         "pipeline_model_parallel_size": setup.pp,
@@ -156,6 +155,7 @@ def _config(setup: Setup, recompute: Recompute, replay: bool) -> Any:
         # gradients. Megatron-LM's own arguments refuse that (megatron/training/arguments.py); megatron-core does not.
         "overlap_p2p_comm": setup.vpp > 1,
         "batch_p2p_comm": setup.vpp == 1,
+        "variable_seq_lengths": setup.own_widths,
         "context_parallel_size": setup.cp,
         "expert_model_parallel_size": setup.ep,
         "expert_tensor_parallel_size": 1,
@@ -177,4 +177,6 @@ def _config(setup: Setup, recompute: Recompute, replay: bool) -> Any:
         "persist_layer_norm": False,
         "moe_grouped_gemm": False,
     }
-    return TransformerConfig(**{**settings, **_ROUTER[setup.router], **_RECOMPUTE[recompute], **UNSUPPORTED.get(setup.unsupported, {})})
+    return TransformerConfig(
+        **{**own, **_ROUTER[setup.router], **_RECOMPUTE[recompute], **UNSUPPORTED.get(setup.unsupported, {}), **settings}
+    )

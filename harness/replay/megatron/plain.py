@@ -28,8 +28,8 @@ def reference_losses(
 ) -> tuple[dict[str, FloatArray], dict[str, FloatArray]]:
     """Logprobs of response tokens by request, and the gradient of their negated sum by name of the weight.
 
-    ``samples`` have routes ``(tokens - 1, layers, top_k)``. ``number`` are the weights (``weights.values_of``), ``nudges`` what is
-    added to gates, by layer.
+    ``samples`` have routes ``(rows, layers, top_k)``, a row for each token but the last. ``number`` are the weights
+    (``weights.values_of``), ``nudges`` what is added to gates, by layer.
     """
     import torch
 
@@ -100,7 +100,7 @@ class _Whole:
             return self._mlp(hidden, name)
         assert sample.routes is not None
         column = setup.layout().column[layer]
-        routes = torch.tensor(sample.routes[:, column].astype(np.int64))
+        routes = torch.tensor(sample.routes[: sample.total - 1, column].astype(np.int64))
         scores = hidden @ self.weights[f"{name}.router.weight"].T
         if setup.router is RouterKind.SIGMOID:
             chosen = scores.sigmoid().gather(1, routes)

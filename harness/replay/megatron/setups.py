@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
 from rollproof.contract import Contract, LayerAxis
 from rollproof.errors import UsageError
 from rollproof.replay.contract import trainer_contract
-from rollproof.replay.events import Step
 from rollproof.replay.layouts.layout import Layout
 from rollproof.replay.layouts.mesh import Mesh
 from rollproof.replay.layouts.packing import Alignment
 from rollproof.replay.layouts.padding import Side
 from rollproof.replay.layouts.stages import Stages
+from rollproof.replay.terms import ReplayMode
 
-__all__ = ["SETUPS", "UNSUPPORTED", "Dispatcher", "RouterKind", "Setup", "setup_named"]
+__all__ = ["OTHERS", "SETUPS", "UNSUPPORTED", "Dispatcher", "ReplayCodeName", "RouterKind", "Setup", "setup_named"]
 
 
 class Dispatcher(StrEnum):
@@ -36,13 +36,22 @@ class RouterKind(StrEnum):
     """Sigmoid scores with an expert bias, groups of experts, a scaling factor and a shared expert (DeepSeek-V3)."""
 
 
+class ReplayCodeName(StrEnum):
+    """Whose replay code drives the routers."""
+
+    CORE = "megatron-core"
+    VERL = "verl"
+    SKYRL = "SkyRL"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
     """A tiny GPT with routers in ``moe_layers``, divided over ``dp * cp * tp * pp`` processes.
 
     ``vpp`` is the number of model chunks on a pipeline rank, ``first`` the layers of the first pipeline rank where stages are uneven;
     ``ep`` may span data, context and tensor ranks. Tensor parallelism implies sequence parallelism, which Megatron requires for
-    MoE. ``dense`` leaves out all routers, ``unsupported`` names one of ``UNSUPPORTED``.
+    MoE. ``own_widths`` pads each microbatch to a width of its own. ``dense`` leaves out all routers, ``unsupported`` names one of
+    ``UNSUPPORTED``. ``mode`` says where routes come from, ``code`` who replays them.
     """
 
     name: str
@@ -63,6 +72,9 @@ class Setup:
     num_experts: int = 8
     top_k: int = 2
     vocab: int = 384
+    own_widths: bool = False
+    code: ReplayCodeName = ReplayCodeName.CORE
+    mode: ReplayMode = ReplayMode.R3
     dense: bool = False
     unsupported: str = ""
 
@@ -91,10 +103,10 @@ class Setup:
             alignment=Alignment(by=("tp", "2cp"), constant=width),
         )
 
-    def width(self, step: Step) -> int:
-        """What all samples of a step are padded to: a multiple of what context and tensor ranks divide."""
+    def width(self, lengths: Iterable[int]) -> int:
+        """What samples of these lengths are padded to: a multiple of what context and tensor ranks divide."""
         multiple = self.layout().alignment.multiple(self.mesh)
-        return -(-max((sample.total for sample in step.samples), default=1) // multiple) * multiple
+        return -(-max(lengths, default=1) // multiple) * multiple
 
     @property
     def words(self) -> str:
@@ -114,20 +126,27 @@ class Setup:
             num_experts=self.num_experts,
             top_k=self.top_k,
             layer_axis=self.layer_axis,
-            mode="R3",
-            free_rows="dummy",
+            mode=self.mode,
             vocab=self.vocab,
             recompute=("none", "selective", "full"),
-            records=True,
-            installs="per-call",
             unsupported=tuple(UNSUPPORTED),
-            # Padding and final tokens execute a filler when replayed, so that experts multiply other numbers of rows: the last bits differ.
-            tolerance=1e-4,
             microbatches=self.microbatches,
             microbatch_size=self.microbatch_size,
-            parallel=f"megatron-core, {self.words}",
+            parallel=f"{self.code}, {self.words}",
+            **_TERMS[self.code, self.mode],
         )
 
+
+_TERMS: Mapping[tuple[ReplayCodeName, ReplayMode], Mapping[str, Any]] = {
+    (ReplayCodeName.CORE, ReplayMode.R3): {"free_rows": "dummy", "records": True, "installs": "per-call", "tolerance": 1e-4},
+    (ReplayCodeName.VERL, ReplayMode.R3): {"free_rows": "native"},
+    (ReplayCodeName.VERL, ReplayMode.R2): {"free_rows": "dummy", "records": True, "rows": "T", "final_row": "arange", "tolerance": 1e-4},
+    (ReplayCodeName.SKYRL, ReplayMode.R3): {"free_rows": "dummy", "tolerance": 1e-4},
+}
+"""What the replay codes promise beside the sizes of a setup.
+
+Where padding and final tokens execute a filler, experts multiply other numbers of rows than natively, and the last bits differ.
+"""
 
 UNSUPPORTED: Mapping[str, Mapping[str, Any]] = {
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
@@ -160,13 +179,39 @@ _ALL = (
     Setup(name="tp2-cp3", tp=2, cp=3),
 )
 
+_PACKED = Setup(name="packed", own_widths=True, microbatch_size=1, microbatches=4, dispatcher=Dispatcher.ALLTOALL, moe_layers=_DENSE_FIRST)
+_VERL = replace(_PACKED, code=ReplayCodeName.VERL)
+_SKYRL = replace(_PACKED, code=ReplayCodeName.SKYRL)
+
+_OTHERS = (
+    replace(_VERL, name="verl-single"),
+    replace(_VERL, name="verl-sigmoid", router=RouterKind.SIGMOID),
+    replace(_VERL, name="verl-tp2-cp2", tp=2, cp=2),
+    replace(_VERL, name="verl-ep2", dp=2, ep=2, microbatch_size=2),
+    replace(_VERL, name="verl-pp2-vpp3", pp=2, vpp=3, num_layers=6, moe_layers=(1, 2, 3, 5)),
+    replace(_VERL, name="verl-r2", mode=ReplayMode.R2, layer_axis=LayerAxis.MOE),
+    replace(_VERL, name="verl-r2-tp2", mode=ReplayMode.R2, layer_axis=LayerAxis.MOE, tp=2),
+    replace(_VERL, name="verl-r2-cp2-pp2", mode=ReplayMode.R2, layer_axis=LayerAxis.MOE, cp=2, pp=2),
+    replace(
+        _VERL, name="verl-r2-pp2-vpp3", mode=ReplayMode.R2, layer_axis=LayerAxis.MOE, pp=2, vpp=3, num_layers=6, moe_layers=(1, 2, 3, 5)
+    ),
+    replace(_SKYRL, name="skyrl-single"),
+    replace(_SKYRL, name="skyrl-tp2-cp2", tp=2, cp=2),
+    replace(_SKYRL, name="skyrl-pp2", pp=2, first=1),
+    replace(_SKYRL, name="skyrl-padded", microbatch_size=2, microbatches=2),
+)
+"""Other people's replay code. A microbatch of a rank is one packed sequence, except where it is said to be padded."""
+
 SETUPS: Mapping[str, Setup] = {setup.name: setup for setup in _ALL}
-"""The judged configurations by name."""
+"""The judged configurations of megatron-core by name."""
+
+OTHERS: Mapping[str, Setup] = {setup.name: setup for setup in _OTHERS}
+"""The judged configurations of other people's replay code by name."""
 
 
 def setup_named(name: str) -> Setup:
     """The setup of that name. Raises ``UsageError``, listing the names."""
     try:
-        return SETUPS[name]
+        return {**SETUPS, **OTHERS}[name]
     except KeyError:
-        raise UsageError(f"No Megatron setup is named {name!r}; there are {', '.join(SETUPS)}.") from None
+        raise UsageError(f"No Megatron setup is named {name!r}; there are {', '.join([*SETUPS, *OTHERS])}.") from None

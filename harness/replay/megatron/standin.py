@@ -176,6 +176,15 @@ def _on_cpu(original: Any) -> Any:
     return create
 
 
+def _to_cpu(original: Any) -> Any:
+    def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return original(tensor, *("cpu" if isinstance(one, str) and one.startswith("cuda") else one for one in args), **kwargs)
+
+    return to
+
+
 def _cpu_device(_: Any) -> Any:
     import torch
 
@@ -282,6 +291,7 @@ STAND_INS: tuple[StandIn, ...] = (
         why="buffers of collectives, router weights, rotary frequencies and pipeline messages are put on the current device",
         make=_cpu_device,
     ),
+    StandIn(owner="torch:Tensor", name="to", why='replay code above megatron-core moves routes with .to("cuda")', make=_to_cpu),
     StandIn(owner="torch.cuda", name="Stream", why="the all-to-all dispatcher and shared experts own a side stream", make=_always(_Stream)),
     StandIn(owner="torch.cuda", name="current_stream", why="as above: the stream to wait for", make=_one_stream),
     StandIn(owner="torch.cuda", name="stream", why="as above: a block on the side stream", make=lambda _: lambda *_: nullcontext()),

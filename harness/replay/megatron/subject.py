@@ -8,14 +8,14 @@ from itertools import count
 
 import numpy as np
 
-from rollproof.contract import Contract
+from rollproof.contract import Contract, Rows
 from rollproof.errors import RouterError, RoutesError, UsageError
 from rollproof.records import IntArray, Rollout
 from rollproof.replay.events import Action, Outcome, Step
 from rollproof.replay.layouts.mesh import Rank
 from rollproof.replay.megatron.batches import dealt, lengths_of
 from rollproof.replay.megatron.plain import reference_losses
-from rollproof.replay.megatron.setups import UNSUPPORTED, Setup, setup_named
+from rollproof.replay.megatron.setups import UNSUPPORTED, ReplayCodeName, Setup, setup_named
 from rollproof.replay.megatron.weights import gate_name, whole_gradients
 from rollproof.replay.megatron.worker import Answer, Job, worker
 from rollproof.replay.plans import DENSE
@@ -49,7 +49,7 @@ class MegatronTrainer:
 
     def run(self, step: Step, spy: Spy) -> Outcome:
         """One step on all ranks. Raises what a rank raised, where that can be told from its end; else ``RankError``."""
-        if step.action is Action.REPLAY:
+        if step.action is Action.REPLAY and self.setup.code is ReplayCodeName.CORE:
             for sample in step.samples:
                 self._checked(sample)
         return self._ran(step, spy)
@@ -111,7 +111,9 @@ class MegatronTrainer:
     def _asked(self, step: Step | None, *, in_place: bool = False) -> list[Answer]:
         job = Job(setup=self.setup, episode=self._episode, step=step, number=self._number, nudges=self._nudges, in_place=in_place)
         try:
-            return self._ranks.run(job, world_size=self.setup.world_size, crew=self.setup)
+            # Other people's code patches megatron-core for good: a step without it gets processes that never saw it.
+            patched = self.setup.code is ReplayCodeName.CORE or step is None or step.action is not Action.OFF
+            return self._ranks.run(job, world_size=self.setup.world_size, crew=(self.setup, patched))
         except RankError as error:
             if error.__cause__ is not None:
                 raise error.__cause__ from error
@@ -126,11 +128,11 @@ class MegatronTrainer:
         setup, routes = self.setup, sample.routes
         if setup.dense:
             raise RouterError("The model has no MoE layers: there is no router that could replay routes. Switch replay off for this model.")
-        shape = (sample.total - 1, setup.layout().columns, setup.top_k)
+        shape = (sample.total - (self.contract.rows is Rows.FORWARDED), setup.layout().columns, setup.top_k)
         if routes is None or routes.shape != shape or routes.dtype.kind not in "iu":
             found = "there are none" if routes is None else f"they are {routes.dtype} {routes.shape}"
             raise RoutesError(
-                f"Routes of sample {sample.request_id} must be whole numbers {shape}, (tokens - 1, layers, top_k); {found}. "
+                f"Routes of sample {sample.request_id} must be whole numbers {shape}, (rows, layers, top_k); {found}. "
                 "Cut a sample and its routes together, and hand over what the engine captured."
             )
         chosen = routes[:, list(self.contract.moe_columns)].astype(np.int64)
@@ -162,7 +164,11 @@ class MegatronTrainer:
     def _recorded(self, step: Step, answers: Sequence[Answer]) -> dict[str, IntArray]:
         """What all ranks recorded, merged to one payload ``(T - 1, layers, top_k)`` per sample: the final token hands nothing on."""
         out: dict[str, IntArray] = {}
-        layout = self.setup.layout(self.setup.width(step))
+        for answer in answers:
+            out |= {step.samples[number].request_id: rows for number, rows in answer.handed.items()}
+        if out:
+            return out
+        layout = self.setup.layout(self.setup.width(one.total for one in step.samples))
         for dp in range(self.setup.dp):
             for number, mine in enumerate(dealt(self.setup, step, dp)):
                 pieces: dict[tuple[Rank, int], dict[int, IntArray]] = {

@@ -1,13 +1,8 @@
-"""Worker: one rank of a Megatron trainer with routing replay, from megatron-core's own ``RouterReplay``, model and schedules.
-
-How a trainer drives ``RouterReplay``: give every router of a chunk its target and the action REPLAY_FORWARD before a microbatch's forward
-pass, switch to REPLAY_BACKWARD behind it where activations are recomputed, and clear targets, queues and actions when the step ends,
-however it ends. docs/replay-megatron.md goes through it.
-"""
+"""Worker: one rank of a Megatron trainer: megatron-core's own model and schedules, and the replay code that its setup names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,21 +11,20 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rollproof.errors import RouterError
 from rollproof.event import Event
 from rollproof.records import IntArray
 from rollproof.replay.events import Action, Purpose, Step
 from rollproof.replay.layouts.mesh import Rank
 from rollproof.replay.megatron.batches import Batch, batches
-from rollproof.replay.megatron.model import Chunks, build, parallel
+from rollproof.replay.megatron.codes import ReplayCode, replay_code
+from rollproof.replay.megatron.model import Chunks, build, configuration, parallel
 from rollproof.replay.megatron.setups import Setup
 from rollproof.replay.megatron.standin import cpu_megatron
 from rollproof.replay.spy import Spy, ids_of_map
-from rollproof.replay.terms import Recompute
 
-__all__ = ["Answer", "Job", "worker"]
+__all__ = ["Answer", "Job", "Run", "worker"]
 
-_Recorded: TypeAlias = dict[tuple[int, int], dict[int, IntArray]]
+Recorded: TypeAlias = dict[tuple[int, int], dict[int, IntArray]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +48,16 @@ class Answer:
     """What one rank came to.
 
     ``logprobs`` are ``(sample, position, value)`` of response tokens. ``gradients`` are ``{name: (axis, part)}``, ``recorded``
-    ``{(microbatch, chunk): {layer: (rows, top_k)}}``; ``left`` counts what is left of replay.
+    ``{(microbatch, chunk): {layer: (rows, top_k)}}``; ``handed`` are whole recordings by index of the sample, where the code merges
+    them itself; ``left`` counts what is left of replay.
     """
 
     rank: Rank
     events: list[Event] = field(default_factory=list)
     logprobs: list[tuple[int, int, float]] = field(default_factory=list)
     gradients: dict[str, tuple[int | None, npt.NDArray[Any]]] = field(default_factory=dict)
-    recorded: _Recorded = field(default_factory=dict)
+    recorded: Recorded = field(default_factory=dict)
+    handed: dict[int, IntArray] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
 
 
@@ -77,30 +73,37 @@ class _Worker:
         self._number = number
         self._life = ExitStack()
         self._rank: Rank | None = None
+        self._code: ReplayCode | None = None
         self._chunks: Chunks | None = None
         self._built: tuple[Any, ...] = ()
         self._weights: tuple[Any, ...] = ()
-        self._recorded: _Recorded = {}
+        self._recorded: Recorded = {}
 
     def __call__(self, job: Job) -> Answer:
         if self._rank is None:
             self._life.enter_context(cpu_megatron())
             self._rank = self._life.enter_context(parallel(job.setup))
+            self._code = replay_code(job.setup)
         if job.step is None:
-            return Answer(rank=self._rank, left=_left())
+            return Answer(rank=self._rank, left=self._code.left() if self._code else {})
         chunks = self._model(job, job.step)
-        step = _Pass(job.setup, job.step, self._rank, chunks, Spy(job.step, self._number), self._recorded if job.in_place else None)
-        answer = step.run()
+        assert self._code is not None
+        in_place = self._recorded if job.in_place else None
+        answer = Run(job.setup, job.step, self._rank, chunks, Spy(job.step, self._number), self._code, in_place).run()
         self._recorded = answer.recorded or self._recorded
         return answer
 
     def _model(self, job: Job, step: Step) -> Chunks:
-        assert self._rank is not None
+        assert self._rank is not None and self._code is not None
         wanted = (job.episode, step.recompute, step.action is Action.OFF)
         if self._chunks is None or self._built != wanted:
-            self._chunks = build(job.setup, step.recompute, replay=step.action is not Action.OFF)
-            if step.action is Action.REPLAY:
-                _refuse_unsupported(self._chunks.config)
+            off = step.action is Action.OFF
+            if not off:
+                self._code.start()
+            config = configuration(job.setup, step.recompute, {} if off else self._code.settings)
+            if not off:
+                self._code.check(config)
+            self._chunks = build(job.setup, config)
             self._built, self._weights = wanted, ()
         if self._weights != (job.number, job.nudges):
             self._chunks.load(job.setup, self._rank, job.number)
@@ -110,12 +113,15 @@ class _Worker:
         return self._chunks
 
 
-class _Pass:
-    """One step on one rank."""
+class Run:
+    """One step on one rank; ``in_place`` holds what is to be replayed in the place of the samples' routes."""
 
-    def __init__(self, setup: Setup, step: Step, rank: Rank, chunks: Chunks, spy: Spy, in_place: _Recorded | None = None) -> None:
+    def __init__(
+        self, setup: Setup, step: Step, rank: Rank, chunks: Chunks, spy: Spy, code: ReplayCode, in_place: Recorded | None = None
+    ) -> None:
         self.setup = setup
         self.step = step
+        self.code = code
         self.rank = rank
         self.chunks = chunks
         self.spy = spy
@@ -125,17 +131,17 @@ class _Pass:
         self._running: tuple[int, bool] = (0, True)  # microbatch, and whether it is in its forward pass
 
     def run(self) -> Answer:
-        """The step, the spy on every router's output, and everything of replay cleared behind it."""
-        from megatron.core.transformer.moe.router_replay import RouterReplay
-
+        """The step, with the spy on every router's output."""
+        done = False
         hooks = [router.register_forward_hook(self._watch(layer)) for routers in self.chunks.routers for layer, router in routers.items()]
         try:
             self._schedule()
+            done = True
         finally:
             for hook in hooks:
                 hook.remove()
-            RouterReplay.clear_global_indices()
-            RouterReplay.clear_global_router_replay_action()
+            if self.step.action is not Action.OFF:
+                self.code.end(self, done=done)
         if self.step.backward:
             for part in self.chunks.parts:
                 if part.tensor.grad is not None:
@@ -167,54 +173,20 @@ class _Pass:
 
         number, chunk = next(numbers), self.chunks.models.index(model)
         batch = self.batches[number]
-        routers = self.chunks.routers[chunk]
         self._running = (number, True)
-        self._arm(number, chunk)
+        armed = self.step.action is not Action.OFF
+        if armed:
+            self.code.before(self, number, chunk)
         ids, positions, labels = (torch.from_numpy(array) for array in (batch.ids, batch.positions, batch.labels))
         with torch.set_grad_enabled(self.step.backward):
             output = model(ids, positions, None, labels=labels)
         self._running = (number, False)
-        if self.step.action is Action.RECORD:
-            self.answer.recorded[number, chunk] = {
-                layer: router.router_replay.get_recorded_indices().numpy().copy() for layer, router in routers.items()
-            }
-        elif self.step.action is Action.REPLAY and self.step.backward and self.step.recompute is not Recompute.NONE:
-            self._act("REPLAY_BACKWARD", chunk)
+        if armed:
+            self.code.after(self, number, chunk)
         if output.requires_grad:
             # The first thing that the backward pass of this microbatch and chunk does, whatever the schedule: say who runs.
             output.register_hook(lambda _: setattr(self, "_running", (number, False)))
         return output, lambda losses: self._loss(losses, batch)
-
-    def _arm(self, number: int, chunk: int) -> None:
-        """Tell the routers of a chunk what to do in the forward pass of a microbatch."""
-        import torch
-
-        match self.step.action:
-            case Action.REPLAY:
-                targets = self._targets(number, chunk)
-                for layer, router in self.chunks.routers[chunk].items():
-                    router.router_replay.set_target_indices(torch.from_numpy(targets[layer]))
-                    self.spy.installed(layer, microbatch=number)
-                self._act("REPLAY_FORWARD", chunk)
-            case Action.RECORD:
-                self._act("RECORD", chunk)
-            case _:
-                pass
-
-    def _targets(self, number: int, chunk: int) -> Mapping[int, IntArray]:
-        """``{layer: (rows, top_k)}`` for the routers of a chunk: every row gets a target, padding and final tokens a filler."""
-        if self.in_place is not None:
-            return self.in_place[number, chunk]
-        batch = self.batches[number]
-        empty = np.zeros((0, batch.layout.columns, self.setup.top_k), dtype=np.int64)
-        payloads = [empty if one is None or one.routes is None else one.routes for one in batch.samples]
-        return batch.layout.targets(payloads, self.rank, chunk, lengths=batch.lengths)
-
-    def _act(self, action: str, chunk: int) -> None:
-        from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-        for router in self.chunks.routers[chunk].values():
-            router.router_replay.set_router_replay_action(RouterReplayAction[action])
 
     def _loss(self, losses: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """The sum over response tokens, their number (which nothing divides by), and what the schedule is to return."""
@@ -240,30 +212,3 @@ class _Pass:
                 self.spy.routed(layer, chosen, tokens=self.batches[number].rows, microbatch=number)
 
         return told
-
-
-def _refuse_unsupported(config: Any) -> None:
-    """Refuse routers whose choice is not, or not only, made where ``RouterReplay`` acts. Raises ``RouterError``."""
-    reasons = {
-        "moe_router_load_balancing_type='sinkhorn' selects by itself and never asks RouterReplay": (
-            config.moe_router_load_balancing_type == "sinkhorn"
-        ),
-        "moe_expert_capacity_factor drops tokens behind the selection": config.moe_expert_capacity_factor is not None,
-        "moe_router_fusion selects in a fused kernel that never asks RouterReplay": config.moe_router_fusion,
-    }
-    for reason, given in reasons.items():
-        if given:
-            raise RouterError(f"Routes cannot be replayed by this router: {reason}. Change that setting, or switch replay off.")
-
-
-def _left() -> dict[str, int]:
-    """What of replay is left in the routers of this process."""
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-
-    places = RouterReplay.global_router_replay_instances
-    return {
-        "targets": sum(place.target_topk_idx is not None for place in places),
-        "recordings": sum(place.recorded_topk_idx is not None for place in places),
-        "queued targets": sum(len(place.replay_backward_list) for place in places),
-        "actions": sum(place.router_replay_action is not None for place in places),
-    }
