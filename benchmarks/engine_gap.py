@@ -41,7 +41,7 @@ def row(engine: str, dtype: str, routing: str, report: GapReport) -> str:
 def main() -> None:
     engine = sys.argv[1] if len(sys.argv) > 1 else "vllm"
     sequences, tokens = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((2, 16), (3, 32)))
-    if importlib.util.find_spec(engine) is None or importlib.util.find_spec("transformers") is None:
+    if importlib.util.find_spec(engine.partition("-")[0]) is None or importlib.util.find_spec("transformers") is None:
         print(f"{engine} or transformers is not installed: nothing to measure")
         return
     with tempfile.TemporaryDirectory() as folder:

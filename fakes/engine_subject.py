@@ -38,9 +38,9 @@ class FakeEngineSubject:
 
     contract: Contract
 
-    def __init__(self, settings: EngineSettings, flavour: str = "vllm", seed: int = 0) -> None:
+    def __init__(self, settings: EngineSettings, flavour: str | Flavour = "vllm", seed: int = 0) -> None:
         self.settings = settings
-        self.flavour: Flavour = flavour_named(flavour)
+        self.flavour: Flavour = flavour_named(flavour) if isinstance(flavour, str) else flavour
         self.policy: CodedPolicy = CodedPolicy.from_model(MODEL, seed)
         terms = engine_terms(self.flavour, settings.max_length)
         self.contract = replace(engine_contract(self.flavour, MODEL, KvPolicy.RECOMPUTE), engine=terms)

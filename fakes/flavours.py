@@ -92,6 +92,7 @@ class Flavour:
     zero_budget: Refusal = Refusal.ERROR
     empty_prompt: Refusal = Refusal.ERROR
     seeded: bool = True
+    aborts: bool = True
 
     def dtype(self, num_experts: int) -> np.dtype[np.integer]:
         """The integer type of the rows for a model of ``num_experts``."""
@@ -161,6 +162,7 @@ def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
         empty_prompt=flavour.empty_prompt,
         abort_by_prefix=flavour.abort_by_prefix,
         seeded=flavour.seeded,
+        aborts=flavour.aborts,
         keys_finished=whole,
         keys_aborted=whole,
         keys_early=(*empty, *always, ReplyKey.CACHED) if flavour.queued_abort_keeps_keys else (*empty, *always),

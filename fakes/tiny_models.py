@@ -94,6 +94,7 @@ _AFMOE = {
     "sliding_window": 32,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "mup_enabled": False,
+    "score_func": "sigmoid",  # a field that engines read and transformers does not write
 }
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(

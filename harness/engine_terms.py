@@ -86,13 +86,13 @@ class ReplyKey(StrEnum):
 class EngineTerms:
     """How an engine's calls behave.
 
-    ``max_length``: tokens of prompt and response that a call may have. ``recomputing``: pause modes after which a frozen call's KV is
-    computed anew where the cache was cleared. ``routes_start``: a call may ask for rows from a position on; ``bad_start``: what
-    becomes of a position beyond the prompt. ``zero_budget`` and ``empty_prompt``: what becomes of ``max_tokens=0`` and of a prompt
-    without tokens. ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``samples``: one call may sample several times (n > 1).
-    ``seeded``: a call with a seed samples the same tokens again. ``keys_finished``, ``keys_aborted``, ``keys_early`` and ``keys_queued``
-    are the parts of replies that ended by themselves, were aborted after a token, before the first one, and in the waiting queue:
-    of a call that asked for logprobs and routes.
+    ``max_length``: tokens of prompt and response that a call may have. ``aborts``: calls can be aborted. ``recomputing``: pause modes
+    after which a frozen call's KV is computed anew where the cache was cleared. ``routes_start``: a call may ask for rows from a
+    position on; ``bad_start``: what becomes of a position beyond the prompt. ``zero_budget`` and ``empty_prompt``: what becomes of
+    ``max_tokens=0`` and of a prompt without tokens. ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``samples``: one call
+    may sample several times (n > 1). ``seeded``: a call with a seed samples the same tokens again. ``keys_finished``, ``keys_aborted``,
+    ``keys_early`` and ``keys_queued`` are the parts of replies that ended by themselves, were aborted after a token, before the first
+    one, and in the waiting queue: of a call that asked for logprobs and routes.
     """
 
     max_length: int
@@ -108,6 +108,7 @@ class EngineTerms:
     abort_by_prefix: bool = False
     samples: bool = True
     seeded: bool = True
+    aborts: bool = True
     keys_finished: tuple[ReplyKey, ...] = ()
     keys_aborted: tuple[ReplyKey, ...] = ()
     keys_early: tuple[ReplyKey, ...] = ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rollproof.checks import Check
 from rollproof.invariants import batch, engines, layout, lifecycle, replay, routes, stitch, versions, weights
 
@@ -20,5 +18,5 @@ _OWN: tuple[Check, ...] = (
     *replay.CHECKS,
     *engines.CHECKS,
 )
-CHECKS: tuple[Check, ...] = tuple(replace(check, also=(*check.also, "engines")) if check.id in engines.SHARED else check for check in _OWN)
+CHECKS: tuple[Check, ...] = tuple(map(engines.shared, _OWN))
 """Every check, family by family; those that are no less true of an engine driven directly judge such traces, too."""

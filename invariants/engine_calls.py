@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, trace_check
+from rollproof.contract import Contract
 from rollproof.engine_terms import EngineTerms, PausedCalls, Refusal
 from rollproof.invariants.engine_replies import refusal_of
 from rollproof.invariants.fold import Fold
@@ -14,7 +15,7 @@ from rollproof.trace import Abort, Call, Chunk, Fault, Pause, Reply, Result, Res
 if TYPE_CHECKING:
     from rollproof.judge import JudgeContext
 
-__all__ = ["BROKEN_OFF", "CHECKS"]
+__all__ = ["BROKEN_OFF", "CHECKS", "pauses"]
 
 BROKEN_OFF = "broken-off"
 """What a ``Fault`` says where an experiment could not be brought to its end."""
@@ -204,6 +205,11 @@ class _PausedCalls(_Calls):
         )
 
 
+def pauses(contract: Contract) -> str | None:
+    """Why there is nothing to judge where an engine has no pauses; ``None`` where it has, or says nothing."""
+    return "the engine declares no pause modes" if contract.engine is not None and not contract.engine.pause_modes else None
+
+
 CHECKS: tuple[Check, ...] = (
     trace_check(
         "engine.answers",
@@ -224,6 +230,7 @@ CHECKS: tuple[Check, ...] = (
         promise="A call sent to a paused engine is parked, turned away or refused, as declared.",
         needs="calls between a Pause and its Resume",
         exercised_by="calls sent to a paused engine",
+        applies=pauses,
         about="engines",
     )(_PausedCalls),
 )

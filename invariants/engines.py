@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
-from rollproof.checks import Check
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rollproof.checks import Applies, Check
+from rollproof.contract import Contract
 from rollproof.invariants import engine_calls, engine_replies, engine_values
 
-__all__ = ["CHECKS", "SHARED"]
+__all__ = ["CHECKS", "SHARED", "shared"]
 
 CHECKS: tuple[Check, ...] = (*engine_values.CHECKS, *engine_replies.CHECKS, *engine_calls.CHECKS)
 """The family ``engine``, in the order of a report."""
-SHARED: frozenset[str] = frozenset(
-    (
-        "stitch.budget-total",
-        "stitch.logprobs-length",
-        "stitch.logprobs-valid",
-        "routes.rows",
-        "routes.shape",
-        "routes.dtype",
-        "routes.distinct",
-        "routes.in-range",
-        "routes.live",
-        "routes.immutable",
-        "routes.prefix-cache",
-        "versions.published",
-        "versions.engine-tags",
-        "weights.no-admission-while-paused",
-        "weights.no-token-while-paused",
-        "weights.served-after-update",
-        "weights.no-stale-cache",
-        "lifecycle.ends-once",
-        "lifecycle.no-hang",
-        "lifecycle.abort-hits-target",
-        "lifecycle.abort-keeps-tokens",
-    )
-)
-"""Checks that judge what an engine does, whoever asked it: with a client of rollproof's own, nobody else can be at fault."""
+
+
+def _always(_contract: Contract) -> str | None:
+    return None
+
+
+def _aborts(contract: Contract) -> str | None:
+    none = contract.engine is not None and not contract.engine.aborts
+    return "the engine declares that its calls cannot be aborted" if none else None
+
+
+SHARED: Mapping[str, Applies] = {
+    "stitch.budget-total": _always,
+    "stitch.logprobs-length": _always,
+    "stitch.logprobs-valid": _always,
+    "routes.rows": _always,
+    "routes.shape": _always,
+    "routes.dtype": _always,
+    "routes.distinct": _always,
+    "routes.in-range": _always,
+    "routes.live": _always,
+    "routes.immutable": _always,
+    "routes.prefix-cache": _always,
+    "versions.published": _always,
+    "versions.engine-tags": _always,
+    "weights.no-admission-while-paused": engine_calls.pauses,
+    "weights.no-token-while-paused": engine_calls.pauses,
+    "weights.served-after-update": _always,
+    "weights.no-stale-cache": _always,
+    "lifecycle.ends-once": _always,
+    "lifecycle.no-hang": _always,
+    "lifecycle.abort-hits-target": _aborts,
+    "lifecycle.abort-keeps-tokens": _aborts,
+}
+"""Checks that judge what an engine does, whoever asked it, and what an engine's own terms rule out of them.
+
+With a client of rollproof's own, nobody but the engine can be at fault.
+"""
+
+
+def shared(check: Check) -> Check:
+    """The check, judging engines too where it is one of ``SHARED``."""
+    if check.id not in SHARED:
+        return check
+    own, terms = check.applies, SHARED[check.id]
+
+    def applies(contract: Contract) -> str | None:
+        return terms(contract) or (own(contract) if own is not None else None)
+
+    return replace(check, also=(*check.also, "engines"), applies=applies)

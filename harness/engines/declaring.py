@@ -12,7 +12,7 @@ from rollproof.case import Model
 from rollproof.contract import Contract, KvPolicy, ResumeBy, Rows
 from rollproof.engines.asks import EngineSettings
 from rollproof.errors import EngineStartError
-from rollproof.fakes.flavours import engine_contract, engine_terms, flavour_named
+from rollproof.fakes.flavours import Flavour, engine_contract, engine_terms, flavour_named
 
 __all__ = ["declared", "model_of"]
 
@@ -21,12 +21,12 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 
 
-def declared(flavour: str, settings: EngineSettings) -> Contract:
+def declared(flavour: str | Flavour, settings: EngineSettings) -> Contract:
     """What an engine of that flavour promises for the checkpoint ``settings.model``: without routes where those are off.
 
     Raises ``EngineStartError`` for a folder that holds no config, or a config that lacks what a contract needs.
     """
-    named = flavour_named(flavour)
+    named = flavour_named(flavour) if isinstance(flavour, str) else flavour
     terms = engine_terms(named, settings.max_length)
     model = model_of(settings.model)
     if not settings.routes:

@@ -60,9 +60,11 @@ def experiments_for(contract: Contract) -> Iterator[Experiment]:
         yield Experiment(name="opt-in", about="calls that ask for routes beside calls that do not", run=_opt_in)
     if contract.has_routes and terms.routes_start:
         yield Experiment(name="offset", about="rows from a position on", run=_offset)
-    yield from _abort_experiments(contract, terms)
+    if terms.aborts:
+        yield from _abort_experiments(contract, terms)
     yield Experiment(name="refusals", about="calls that cannot be served", run=_refusals)
     yield from _pause_experiments(terms)
+    yield Experiment(name="update-idle", about="a weight update between calls", run=_updated_idle)
     # last of its setting: an engine that does not survive it is no use for the others
     yield Experiment(name="identity", about="an update to the weights that the engine has", run=_identity)
     yield Experiment(name="crowded", about="more calls than the KV cache holds", run=_crowded, setting=Setting.CROWDED)
@@ -91,7 +93,8 @@ def _pause_experiments(terms: EngineTerms) -> Iterator[Experiment]:
                 about=f"a weight update under pause {mode}, {'KV cleared' if clear else 'KV kept'}",
                 run=partial(_updated, mode=mode, clear=clear),
             )
-    yield Experiment(name="parked", about="calls sent to a paused engine", run=_parked)
+    if PauseMode.ABORT in terms.pause_modes:
+        yield Experiment(name="parked", about="calls sent to a paused engine", run=_parked)
 
 
 async def _plain(bench: Bench) -> None:
@@ -118,7 +121,8 @@ async def _temperature(bench: Bench) -> None:
 async def _streams(bench: Bench) -> None:
     asked = [bench.ask(bench.prompt(9), 6, stream=mode) for mode in bench.terms.stream_modes]
     await bench.finish(*asked)
-    cut = [bench.ask(bench.prompt(9), 30, stream=mode) for mode in bench.terms.stream_modes if mode is not StreamMode.FINAL]
+    modes = [mode for mode in bench.terms.stream_modes if mode is not StreamMode.FINAL and bench.terms.aborts]
+    cut = [bench.ask(bench.prompt(9), 30, stream=mode) for mode in modes]
     for one in cut:
         await one.sampled(3)
         await bench.abort(one)
@@ -207,6 +211,14 @@ async def _updated(bench: Bench, *, mode: PauseMode, clear: bool) -> None:
     resumed = [bench.go_on(one, left, offset=False) if (left := _left(one)) and mode is PauseMode.ABORT else one for one in asked]
     await bench.finish(*resumed)
     await bench.finish(bench.ask(prompts[0], 5))
+
+
+async def _updated_idle(bench: Bench) -> None:
+    """Nothing is in flight when the weights change; then the same prompts are asked for again."""
+    prompts = [bench.prompt(36), bench.prompt(50)]
+    await bench.finish(*[bench.ask(prompt, 4) for prompt in prompts])
+    await bench.update(bench.serving.other(), clear_cache=True)
+    await bench.finish(*[bench.ask(prompt, 4) for prompt in prompts])
 
 
 async def _parked(bench: Bench) -> None:

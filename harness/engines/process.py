@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,8 @@ __all__ = ["EngineProcess", "end_session", "shared_memory_of"]
 
 _LINE_LIMIT = 1 << 28
 """Bytes of the longest line: the routes of a long sequence are one line."""
+_ERROR = re.compile(r"\b\w*(Error|Exception): .*")
+"""How an exception ends its traceback in a log, whatever stands before it on the line."""
 _SHARED = "/dev/shm/"  # noqa: S108 - where Linux keeps shared memory, not a place for temporary files
 
 
@@ -169,7 +172,7 @@ class EngineProcess:
             with contextlib.suppress(RuntimeError):  # its loop may be closed already
                 self._writer.close()
         self._channel.close()
-        self._tail_kept = self.log_tail()
+        self._tail_kept = self._told_log()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _open(self, options: Mapping[str, Any], deadline: float, progress: Callable[[str], None] | None) -> None:
@@ -225,7 +228,14 @@ class EngineProcess:
         return "its process still runs and has closed the line"
 
     def _tail(self) -> str:
-        return f"The end of its log:\n{self._tail_kept or self.log_tail()}"
+        return f"The end of its log:\n{self._tail_kept or self._told_log()}"
+
+    def _told_log(self) -> str:
+        """The last lines of the log, behind the errors that stand further up: an engine's parts fail one by one, the cause first."""
+        tail = self.log_tail()
+        lines = [line for line in self.log_tail(4000).splitlines() if _ERROR.search(line) and line not in tail]
+        causes = list(dict.fromkeys(_ERROR.search(line)[0] for line in lines))[:6]  # type: ignore[index]  # each of them matched
+        return "\n".join(["errors further up:", *causes, "...", tail]) if causes else tail
 
 
 def _spawn(command: list[str], channel: socket.socket, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

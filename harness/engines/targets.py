@@ -41,6 +41,7 @@ class RealEngine:
 REAL: Mapping[str, RealEngine] = MappingProxyType(
     {
         "vllm": RealEngine(adapter="rollproof.engines.vllm:VllmEngine", crowded="afmoe", extra={"load": "edit"}),
+        "vllm-offline": RealEngine(adapter="rollproof.engines.vllm:VllmEngine", extra={"load": "edit", "offline": True}),
         "sglang": RealEngine(adapter="rollproof.engines.sglang:SglangEngine"),
     }
 )

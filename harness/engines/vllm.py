@@ -7,6 +7,7 @@ fake stands for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,15 +19,16 @@ from rollproof.engines.asks import EngineSettings, Piece, Query, Watch, WeightUp
 from rollproof.engines.declaring import declared
 from rollproof.engines.process import EngineProcess
 from rollproof.errors import SubjectError, UsageError
+from rollproof.fakes.flavours import Flavour, flavour_named
 from rollproof.records import EngineOutput, FinishReason, IntArray, Span
 
-__all__ = ["MODES", "VllmEngine", "engine_options", "output_of"]
+__all__ = ["MODES", "VllmEngine", "engine_options", "offline", "output_of"]
 
 MODES: Mapping[PauseMode, str] = MappingProxyType({PauseMode.ABORT: "abort", PauseMode.WAIT: "wait", PauseMode.KEEP: "keep"})
 """vLLM's word for each pause that it has (``AsyncLLM.pause_generation``)."""
 _HOST = "rollproof.engines.vllm_host"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
-_OURS = ("python", "flavour", "deadline", "load")
+_OURS = ("python", "flavour", "deadline", "load", "offline")
 """Keys of ``EngineSettings.extra`` that are not vLLM's own."""
 _BLOCK = 32
 """Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
@@ -35,16 +37,18 @@ _BLOCK = 32
 class VllmEngine:
     """An engine as ``rollproof.subjects.EngineSubject`` describes it.
 
-    Of ``settings.extra``, ``python`` is an interpreter that has vLLM (by itself: this one), ``flavour`` the declared conventions,
-    ``load`` the way of new weights (``"reload"``: vLLM's own; ``"edit"``: what differs is written in place, and only an identity
-    update reloads), ``deadline`` the seconds that a start may take; every other key is a field of vLLM's ``AsyncEngineArgs``.
+    Of ``settings.extra``, ``offline`` asks for ``vllm.LLM``, which runs batches and does nothing else meanwhile; ``python`` is an
+    interpreter that has vLLM (by itself: this one), ``flavour`` the declared conventions, ``load`` the way of new weights
+    (``"reload"``: vLLM's own; ``"edit"``: what differs is written in place, and only an identity update reloads), ``deadline`` the
+    seconds that a start may take; every other key is a field of vLLM's ``AsyncEngineArgs``.
     """
 
     contract: Contract
 
     def __init__(self, settings: EngineSettings, progress: Callable[[str], None] | None = None) -> None:
         self.settings = settings
-        self.contract = declared(str(settings.extra.get("flavour", "vllm")), settings)
+        flavour = flavour_named(str(settings.extra.get("flavour", "vllm")))
+        self.contract = declared(offline(flavour) if settings.extra.get("offline") else flavour, settings)
         self._progress = progress
         self._process: EngineProcess | None = None
         self._loaded = settings.model
@@ -172,7 +176,12 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
         **blocks,
         **{name: value for name, value in settings.extra.items() if name not in _OURS},
     }
-    return {"engine": engine, "cpu": {}, "cuda": {"gpu_memory_utilization": 0.3}}
+    return {"engine": engine, "cpu": {}, "cuda": {"gpu_memory_utilization": 0.3}, "offline": bool(settings.extra.get("offline"))}
+
+
+def offline(flavour: Flavour) -> Flavour:
+    """The conventions of ``vllm.LLM``: whole replies, no aborts, no pauses; all else as ``flavour``."""
+    return replace(flavour, name=f"{flavour.name}-offline", pause_modes=(), stream_modes=(StreamMode.FINAL,), aborts=False)
 
 
 def output_of(part: Mapping[str, Any], cached: int | None, routes_start: int) -> EngineOutput:

@@ -26,7 +26,7 @@ if __name__ == "__mp_main__":  # in a process that vLLM spawned
 
 def main() -> None:
     """Start the engine that the caller's options describe, and answer until the caller goes or asks for the end."""
-    run_host(VllmHost)
+    run_host(lambda options: (OfflineHost if options["offline"] else VllmHost)(options))
 
 
 class VllmHost(Host):
@@ -34,34 +34,18 @@ class VllmHost(Host):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
-        if vllm_cpu.is_cpu_build():
-            vllm_cpu.install()
-        try:
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            raise EngineStartError(
-                f"vLLM cannot be imported ({error}). `nox -s engines` installs it into a virtual environment of its own."
-            ) from error
-        device = "cpu" if _on_cpu() else "cuda"
-        engine = {**options["engine"], **options[device], "worker_extension_cls": "rollproof.engines.vllm_worker.WeightEditor"}
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine))
+        arguments = _arguments(options)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def do_generate(
         self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], stream: str
     ) -> AsyncIterator[dict[str, Any]]:
         """One call: every output that vLLM yields, as plain values."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        kinds = {"final": RequestOutputKind.FINAL_ONLY, "cumulative": RequestOutputKind.CUMULATIVE, "delta": RequestOutputKind.DELTA}
-        params = SamplingParams(**sampling, detokenize=False, ignore_eos=True, output_kind=kinds[stream])
-        async for output in self.engine.generate({"prompt_token_ids": prompt_ids}, params, request_id):
-            yield {
-                "cached": output.num_cached_tokens,
-                "finished": output.finished,
-                "outputs": [_plain(one) for one in output.outputs],
-            }
+        async for output in self.engine.generate({"prompt_token_ids": prompt_ids}, _sampling(sampling, stream), request_id):
+            yield _told(output)
 
     async def do_abort(self, request_id: str) -> None:
         """``AsyncLLM.abort``."""
@@ -96,17 +80,124 @@ class VllmHost(Host):
         """Counters of vLLM, summed over engines."""
         from vllm.v1.metrics.reader import get_metrics_snapshot
 
-        names = {"vllm:num_preemptions": "preemptions", "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting"}
-        counts = dict.fromkeys(names.values(), 0.0)
-        for metric in get_metrics_snapshot():
-            if metric.name in names:
-                counts[names[metric.name]] += float(getattr(metric, "value", 0))
-        return counts
+        return _counted(get_metrics_snapshot())
 
     async def do_stop(self) -> None:
         """Shut the engine core down, then end."""
         await asyncio.to_thread(self.engine.shutdown)
         await super().do_stop()
+
+
+class OfflineHost(Host):
+    """``vllm.LLM`` and the operations on it. Calls that arrive together are one batch of ``LLM.generate``."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        # the engine runs in this process: one to start, and its scheduler sees a whole batch at once
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        arguments = _arguments(options)
+        from vllm import LLM
+
+        self.llm = LLM(**arguments)
+        self._busy = asyncio.Lock()
+        self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
+
+    async def do_generate(self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], stream: str) -> dict[str, Any]:
+        """One call, with those that arrive at the same time."""
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prompt_ids, _sampling(sampling, stream), done))
+        await asyncio.sleep(_TOGETHER)
+        async with self._busy:
+            batch, self._waiting = self._waiting, []
+            if batch:
+                await asyncio.to_thread(self._run, batch)
+        return _told(await done)
+
+    async def do_load(self, path: str) -> None:
+        """Load a checkpoint's weights in place."""
+        async with self._busy:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    async def do_edit(self, before: str, after: str) -> list[str]:
+        """Write what differs between two checkpoints into the model."""
+        async with self._busy:
+            names: list[str] = self.llm.collective_rpc("edit_weights", args=(before, after))[0]
+        return names
+
+    async def do_label(self, label: str) -> None:
+        """``LLMEngine.set_weight_version``."""
+        self.llm.llm_engine.set_weight_version(label)
+
+    async def do_clear(self) -> bool:
+        """``LLM.reset_prefix_cache``."""
+        return bool(self.llm.reset_prefix_cache())
+
+    async def do_counters(self) -> dict[str, float]:
+        """Counters of vLLM."""
+        return _counted(self.llm.get_metrics())
+
+    def _run(self, batch: list[tuple[list[int], Any, asyncio.Future[Any]]]) -> None:
+        """One ``LLM.generate``; a batch that vLLM refuses as a whole is asked one by one, so that only the culprit is refused."""
+        loop = batch[0][2].get_loop()
+
+        def settle(done: asyncio.Future[Any], output: Any, error: Exception | None) -> None:
+            loop.call_soon_threadsafe(lambda: done.set_exception(error) if error is not None else done.set_result(output))
+
+        def ask(part: list[tuple[list[int], Any, asyncio.Future[Any]]]) -> list[Any]:
+            prompts = [{"prompt_token_ids": ids} for ids, _, _ in part]
+            outputs: list[Any] = self.llm.generate(prompts, [params for _, params, _ in part], use_tqdm=False)
+            return outputs
+
+        try:
+            for (_, _, done), output in zip(batch, ask(batch), strict=True):
+                settle(done, output, None)
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is the answer of the call that caused it
+            if len(batch) == 1:
+                settle(batch[0][2], None, error)
+                return
+            for one in batch:
+                self._run([one])
+
+
+_TOGETHER = 0.1
+"""Seconds in which calls that are sent at the same time have arrived."""
+
+
+def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine of vLLM is made with on this device. Raises ``EngineStartError`` where vLLM is missing or does not fit."""
+    if vllm_cpu.is_cpu_build():
+        vllm_cpu.install()
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        raise EngineStartError(
+            f"vLLM cannot be imported ({error}). `nox -s engines` installs it into a virtual environment of its own."
+        ) from error
+    device = "cpu" if current_platform.is_cpu() else "cuda"
+    return {**options["engine"], **options[device], "worker_extension_cls": "rollproof.engines.vllm_worker.WeightEditor"}
+
+
+def _sampling(sampling: Mapping[str, Any], stream: str) -> Any:
+    """``SamplingParams`` of a call that ends by its budget."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kinds = {"final": RequestOutputKind.FINAL_ONLY, "cumulative": RequestOutputKind.CUMULATIVE, "delta": RequestOutputKind.DELTA}
+    return SamplingParams(**sampling, detokenize=False, ignore_eos=True, output_kind=kinds[stream])
+
+
+def _counted(metrics: Any) -> dict[str, float]:
+    names = {"vllm:num_preemptions": "preemptions", "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting"}
+    counts = dict.fromkeys(names.values(), 0.0)
+    for metric in metrics:
+        if metric.name in names:
+            counts[names[metric.name]] += float(getattr(metric, "value", 0))
+    return counts
+
+
+def _told(output: Any) -> dict[str, Any]:
+    """One ``RequestOutput`` as plain values."""
+    return {"cached": output.num_cached_tokens, "finished": output.finished, "outputs": [_plain(one) for one in output.outputs]}
 
 
 def _plain(output: Any) -> dict[str, Any]:
@@ -129,12 +220,6 @@ def _of_token(entry: Any, token: int) -> float | None:
     """The logprob of the token that was sampled; ``None`` where the entry holds others only."""
     found = entry.get(token)
     return None if found is None else float(found.logprob)
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 if __name__ == "__main__":
