@@ -14,6 +14,7 @@ from rollproof.engines.asks import EngineSettings, Query, Watch, WeightUpdate
 from rollproof.engines.conformance import engine_registry, run_engine_conformance, run_experiments
 from rollproof.engines.doors import EngineChoice, judge_engine
 from rollproof.engines.targets import engine_names, engine_target, fake_target
+from rollproof.engines.vllm import offline
 from rollproof.errors import EngineDied, EngineRefused, EngineStartError, SubjectError, UsageError
 from rollproof.fakes.engine_subject import FakeEngineSubject
 from rollproof.fakes.flavours import FLAVOURS
@@ -42,6 +43,17 @@ def test_every_fake_engine_passes_every_check(flavour: str) -> None:
     assert report.canary is not None
     assert report.canary.red
     assert () == report.notes
+
+
+def test_what_an_engine_does_not_offer_is_not_asked_of_it() -> None:
+    """Without aborts, pauses and streams (vLLM's offline LLM) the checks of them do not apply, and the others are exercised."""
+    flavour = offline(FLAVOURS["vllm"])
+    report = run_engine_conformance(fake_target("vllm", make=lambda settings: FakeEngineSubject(settings, flavour)))
+    verdicts = {result.id: result.verdict for result in report.results}
+    assert set() == {name for name, verdict in verdicts.items() if verdict in (Verdict.FAIL, Verdict.UNKNOWN)}
+    ruled_out = {"lifecycle.abort-hits-target", "lifecycle.abort-keeps-tokens", "engine.stream", "engine.paused-calls"}
+    assert ruled_out <= {name for name, verdict in verdicts.items() if verdict is Verdict.NOT_APPLICABLE}
+    assert Verdict.PASS is verdicts["weights.no-stale-cache"]
 
 
 def test_one_seed_gives_one_run() -> None:
