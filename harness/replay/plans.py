@@ -6,9 +6,10 @@ of what ran before (an aborted step, an evaluation, another mode), nor of whethe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from rollproof.schedules import profile_named
 
 __all__ = ["DENSE", "Episode", "Planned", "RoutesFrom", "episodes_for", "random_episode", "random_episodes"]
 
+_T = TypeVar("_T")
 DENSE = "no-moe-layers"
 """The variant of a subject whose model has no MoE layers."""
 
@@ -297,46 +299,57 @@ def _edges() -> Episode:
 
 
 def random_episode(contract: Contract, seed: int, number: int) -> Episode:
-    """A random sequence of steps, each held to the first one of the same weights, samples, routes and action."""
+    """A random sequence of a few different steps, each held to the first one of the same weights, samples, routes and action.
+
+    Between them steps fail, recompute, record, or run with replay switched off.
+    """
     terms = terms_of(contract)
     random = np.random.default_rng([seed, number])
+    update = replace(_random_ask(contract, random, share=1.0), purpose=Purpose.TRAIN)  # no step has more ways to go wrong
+    pool = [update, *(_random_ask(contract, random, share=0.6) for _ in range(3))]
     first: dict[tuple[object, ...], str] = {}
     steps = []
-    for i in range(int(random.integers(4, 10))):
-        step = _random_step(f"step {i}", contract, terms, random)
-        whole = step.fail_at is None
-        key = (_CLASSES[step.action], step.purpose, step.weights, step.batch, step.seed if step.action is Action.REPLAY else -1, step.cut)
-        steps.append(replace(step, same_as=first.get(key, "") if whole else ""))
-        if whole:
+    for i in range(int(random.integers(6, 12))):
+        step = _varied(replace(_one(pool, random), name=f"step {i}"), contract, terms, random)
+        if step.fail_at is None:
+            action = Action.REPLAY if step.action is Action.REPLAY else Action.NATIVE
+            key = (action, step.purpose, step.weights, step.batch, step.seed, step.cut)
+            step = replace(step, same_as=first.get(key, ""))
             first.setdefault(key, step.name)
+        steps.append(step)
     return Episode(name=f"random {seed}.{number}", steps=tuple(steps))
 
 
-_CLASSES = {Action.OFF: Action.NATIVE, Action.NATIVE: Action.NATIVE, Action.RECORD: Action.NATIVE, Action.REPLAY: Action.REPLAY}
-
-
-def _random_step(name: str, contract: Contract, terms: ReplayTerms, random: np.random.Generator) -> Planned:
-    def one(values: Iterable[object]) -> object:
-        many = list(values)
-        return many[int(random.integers(len(many)))]
-
-    actions = [Action.REPLAY] * 4 + [Action.NATIVE, Action.OFF] + [Action.RECORD] * terms.records
-    action = one(actions)
-    purpose = one([Purpose.TRAIN, Purpose.TRAIN, Purpose.OLD_LOGPROB, Purpose.EVAL])
-    recompute = one(terms.recompute) if purpose is Purpose.TRAIN else Recompute.NONE
-    replays = action is Action.REPLAY
-    fails = replays and random.random() < 0.2
-    phase = Phase.RECOMPUTE if recompute is Recompute.FULL and random.random() < 0.5 else Phase.FORWARD
+def _random_ask(contract: Contract, random: np.random.Generator, *, share: float) -> Planned:
+    """A step by what its results depend on; a ``share`` of them replays."""
+    replays = random.random() < share
+    cut = 2 if replays and contract.rows is Rows.CAPTURED_PREFIX and random.random() < 0.3 else None
     return Planned(
-        name=name,
-        action=action,  # type: ignore[arg-type]  # one of a list of its own type
-        purpose=Purpose.OLD_LOGPROB if action is Action.RECORD else purpose,  # type: ignore[arg-type]
-        recompute=Recompute.NONE if action is Action.RECORD else recompute,  # type: ignore[arg-type]
+        name="",
+        action=Action.REPLAY if replays else Action.NATIVE,
+        purpose=_one([Purpose.TRAIN, Purpose.TRAIN, Purpose.OLD_LOGPROB, Purpose.EVAL], random),
         batch=int(random.integers(2)),
         routes=RoutesFrom.DRAWN if replays else RoutesFrom.NOWHERE,
-        seed=int(random.integers(3)),
-        cut=2 if replays and contract.rows is Rows.CAPTURED_PREFIX and random.random() < 0.2 else None,
+        seed=int(random.integers(3)) if replays else 0,
+        cut=cut,
         weights=int(random.integers(3)),
-        fail_at=int(random.integers(2 * len(contract.moe_layers or ()))) if fails else None,
-        fail_in=phase,
     )
+
+
+def _varied(step: Planned, contract: Contract, terms: ReplayTerms, random: np.random.Generator) -> Planned:
+    """The step in one of the ways that its results must not depend on, or failing."""
+    if step.action is Action.NATIVE and step.purpose is Purpose.OLD_LOGPROB and terms.records:
+        step = replace(step, action=_one([Action.NATIVE, Action.RECORD], random))
+    if step.action is Action.NATIVE and random.random() < 0.3:
+        routes = _one([RoutesFrom.NOWHERE, RoutesFrom.DRAWN], random)
+        step = replace(step, action=Action.OFF, routes=routes)
+    if step.purpose is Purpose.TRAIN:
+        step = replace(step, recompute=_one(terms.recompute, random))
+    if step.action is Action.REPLAY and random.random() < 0.2:
+        phase = Phase.RECOMPUTE if step.recompute is Recompute.FULL and random.random() < 0.5 else Phase.FORWARD
+        step = replace(step, fail_at=int(random.integers(2 * len(contract.moe_layers or ()))), fail_in=phase)
+    return step
+
+
+def _one(values: Sequence[_T], random: np.random.Generator) -> _T:
+    return values[int(random.integers(len(values)))]
