@@ -23,7 +23,7 @@ token               about 1/(vocab - 1)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -111,11 +111,10 @@ class CodedPolicy:
         if problems:
             raise CaseError("The coded policy cannot be made:\n  - " + "\n  - ".join(problems))
 
-    @classmethod
-    def from_model(cls, model: Model, seed: int) -> Self:
+    @staticmethod
+    def from_model(model: Model, seed: int) -> CodedPolicy:
         """The policy that stands for a case's model."""
         return _made(
-            cls,
             seed=seed,
             vocab=model.vocab,
             num_layers=model.num_layers,
@@ -276,9 +275,9 @@ def mixed_key(version: Version, kv_versions: Iterable[Version]) -> Version:
 
 
 @lru_cache(maxsize=64, typed=True)
-def _made(kind: Callable[..., Any], **sizes: Any) -> Any:
+def _made(**sizes: Any) -> CodedPolicy:
     """Thousands of cases share a model and a seed, and with them the keys of its versions."""
-    return kind(**sizes)
+    return CodedPolicy(**sizes)
 
 
 @lru_cache(maxsize=1)

@@ -7,8 +7,7 @@ About twenty folds see each event, so one dictionary look-up must be all that an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rollproof.errors import UsageError
@@ -67,6 +66,13 @@ class Ending(Fold):
     A trace that no case drove may have been cut anywhere (a killed writer), unless the final gauges were read.
     """
 
+    driven: ClassVar[Sequence[type[Event]]] = ()
+    """The kinds that it reads of a trace that a case drove."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.driven = [kind for kind in cls.handlers if kind is not Gauge or cls.on_gauge is not Ending.on_gauge]
+
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
         self.hung: list[str] = []
@@ -76,9 +82,7 @@ class Ending(Fold):
     @property
     def kinds(self) -> Iterable[type[Event]]:
         """Without the gauges where a case already says that the trace ran to its end: there are many of them."""
-        if self.context.header.case is not None and type(self).on_gauge is Ending.on_gauge:
-            return _without_gauges(type(self))
-        return self.handlers
+        return self.handlers if self.context.header.case is None else self.driven
 
     def on_gauge(self, event: Gauge, out: Collector) -> None:
         """The final gauges are read when everything that was started has ended."""
@@ -97,11 +101,6 @@ class Ending(Fold):
     def complete(self) -> bool:
         """Whether every rollout and every update that was started has ended. Ask in ``finish``."""
         return not self.hung and not self._stuck and (self._gauged or self.context.header.case is not None)
-
-
-@cache
-def _without_gauges(fold: type[Fold]) -> tuple[type[Event], ...]:
-    return tuple(kind for kind in fold.handlers if kind is not Gauge)
 
 
 def keep(known: dict[_K, _V], key: _K, value: _V) -> None:

@@ -306,7 +306,8 @@ def _dense_columns(view: RequestView, out: Collector) -> None:
         own = piece.rows[low - piece.start : high - piece.start, dense] if piece.rows.shape[1] == contract.num_layers else None
         if own is not None and (cells == own).all():
             continue
-        steps = np.diff(cells.astype(np.int64)) % (contract.num_experts or 1)
+        wide = cells.astype(np.int64)
+        steps = (wide[:, :, 1:] - wide[:, :, :-1]) % (contract.num_experts or 1)
         alien = (cells != cells[:1]).any(axis=2) & (steps > 1).any(axis=2)
         if own is not None:
             alien &= (cells != own).any(axis=2)
@@ -317,7 +318,7 @@ def _dense_columns(view: RequestView, out: Collector) -> None:
 
 def _report_dense(view: RequestView, out: Collector, low: int, cells: IntArray, alien: BoolArray, dense: list[int]) -> None:
     row, column = (int(i) for i in np.argwhere(alien)[0])
-    layers = [layer for layer, bad in zip(dense, alien.any(axis=0), strict=True) if bad]
+    layers = [dense[i] for i in np.flatnonzero(alien.any(axis=0)).tolist()]
     out.finding(
         "the column of a dense layer holds what looks like a choice of experts",
         expected=f"the engine's own value or a filler in {plural(len(dense), 'dense layer')} (layer {ranges(dense)})",
