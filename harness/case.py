@@ -135,6 +135,15 @@ class Case:
             raise CaseError("Two requests of a case share a prompt: give them the same group, or different prompts.")
         if self.arrivals and len(self.arrivals) != len(names):
             raise CaseError(f"{len(names)} requests need {len(names)} arrivals, not {len(self.arrivals)}.")
+        late = [time for time in (self.deadline, *self.arrivals) if not _seconds(time)]
+        if late or not self.deadline > 0:
+            raise CaseError(
+                f"deadline={self.deadline!r} and arrivals={list(self.arrivals)[:9]!r} must be virtual seconds from 0 to {_LONGEST:g}, the "
+                "deadline above 0: beyond, a correct subject would seem to hang."
+            )
+        budgets = [(request.request_id, request.max_tokens) for request in self.requests if (request.max_tokens or 0) > _MOST_TOKENS]
+        if budgets:
+            raise CaseError(f"Request {budgets[0][0]!r} asks for {budgets[0][1]} tokens; a case holds at most {_MOST_TOKENS:,} a request.")
         if not _whole(self.servers, 1, 256):
             raise CaseError(f"servers={self.servers!r} must be a whole number from 1 to 256.")
         sizes = {"max_batch": self.engine.max_batch, "prefill_chunk": self.engine.prefill_chunk, "kv_tokens": self.engine.kv_tokens}
@@ -170,6 +179,10 @@ class Case:
             raise CaseError(f"This is not a case: {error}.") from error
 
 
+def _seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST
+
+
 def _whole(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
@@ -191,6 +204,9 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+_LONGEST = 1e7
+"""Virtual seconds that a case may last: four months."""
+_MOST_TOKENS = 1 << 20
 _LEAVES = frozenset({int, str, float, bool, type(None), ActionKind, PauseMode})
 _RECORDS = frozenset({Request, Action, Trigger, Model, EngineOptions})
 _PARTS: Mapping[str, type[Any]] = {"requests": Request, "actions": Action, "model": Model, "engine": EngineOptions}

@@ -53,11 +53,11 @@ class Output:
     def lines(self, lines: Iterable[Line]) -> None:
         """Print styled lines."""
         for style, text in lines:
-            self._console.print(Text(text, style=style.rich))
+            self._console.print(Text(_visible(text), style=style.rich))
 
     def say(self, text: str = "") -> None:
         """Print one plain line."""
-        self._console.print(Text(text))
+        self._console.print(Text(_visible(text)))
 
     def table(self, table: Table) -> None:
         """Print a table, within the width of the terminal."""
@@ -82,6 +82,11 @@ class Output:
     def ended(self, code: int) -> int:
         """The exit code where the verdict is ``code``: a failure stays one, else JSON that is not where it should be is an error."""
         return ExitCode.USAGE if self._misplaced and code != ExitCode.FAIL else code
+
+
+def _visible(text: str) -> str:
+    """Text without control characters: a trace is untrusted, and its names could move the cursor or recolour a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 class Meter:

@@ -146,6 +146,46 @@ def test_a_trace_without_events_can_be_run_again(capsys: pytest.CaptureFixture[s
     assert told(capsys, "replay", "empty.json", "--subject", CORRECT, code=ExitCode.UNKNOWN).rstrip().endswith("undecided")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("deadline", -1, "deadline=-1 and arrivals=[] must be virtual seconds from 0 to 1e+07"),
+        ("deadline", 1e300, "deadline=1e+300"),
+        ("deadline", "soon", "deadline='soon'"),
+        ("arrivals", [1e308], "arrivals=[1e+308] must be virtual seconds"),
+    ],
+)
+def test_a_mailed_case_beyond_all_bounds_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, field: str, value: object, text: str
+) -> None:
+    """Hostile numbers would make a correct subject seem to hang, and blame it."""
+    dump_trace(run_case(Correct, CLEAN, recipe={"subject": CORRECT}), tmp_path / "mailed.json")
+    data = json.loads((tmp_path / "mailed.json").read_text())
+    data["header"]["case"][field] = value
+    (tmp_path / "mailed.json").write_text(json.dumps(data))
+
+    assert text in told(capsys, "replay", "mailed.json", code=ExitCode.USAGE)
+
+
+def test_a_mailed_case_of_endless_requests_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A request of a trillion tokens could not end before its deadline."""
+    dump_trace(run_case(Correct, CLEAN, recipe={"subject": CORRECT}), tmp_path / "mailed.json")
+    data = json.loads((tmp_path / "mailed.json").read_text())
+    data["header"]["case"]["requests"][0]["max_tokens"] = 10**12
+    (tmp_path / "mailed.json").write_text(json.dumps(data))
+
+    assert "asks for 1000000000000 tokens; a case holds at most 1,048,576" in told(capsys, "replay", "mailed.json", code=ExitCode.USAGE)
+
+
+def test_control_characters_of_a_trace_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A name in a trace that somebody mailed cannot recolour a terminal or move its cursor."""
+    dump_trace(run_case(Correct, CLEAN, name="a\x1b[31mred"), tmp_path / "mailed.json")
+    text = told(capsys, "check", "mailed.json", "--only", "stitch.tokens", code=ExitCode.PASS)
+
+    assert "\x1b" not in text
+    assert "a\\x1b[31mred" in text
+
+
 def test_expected_failures_turn_the_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Accepting writes the file, the next run passes with it, and a fixed subject makes it stale (exit code 1)."""
     common = ["--only", "routes.rows", "--expected", "expected.toml"]
