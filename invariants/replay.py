@@ -226,7 +226,8 @@ def _misrecorded(contract: Contract, recorded: IntArray | None, chosen: IntArray
     if len(recorded) not in (len(chosen), len(chosen) - 1):
         return f"{count(len(recorded), 'row')}"
     got = np.sort(recorded[:, list(contract.moe_columns)].astype(np.int64), axis=2)
-    wrong = (got != np.sort(chosen[: len(got)], axis=2)).any(axis=2)
+    seen = (chosen[: len(got)] >= 0).all(axis=2)  # a final token that was not forwarded may have any filler
+    wrong = seen & (got != np.sort(chosen[: len(got)], axis=2)).any(axis=2)
     if not wrong.any():
         return None
     row, column = (int(index) for index in np.argwhere(wrong)[0])

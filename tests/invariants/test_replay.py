@@ -1,0 +1,356 @@
+"""Replay checks: trainers that are correct and unusual are not blamed, and what is wrong is told with where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.checks import CheckResult, Verdict, default_registry
+from rollproof.contract import Contract
+from rollproof.fakes.replay_parts import Microbatch
+from rollproof.fakes.replay_references import CapturedPrefix, DenseFirst, Interleaved, ManyExperts, OneExpert, Recording
+from rollproof.fakes.replaying import ReplayTrainer
+from rollproof.judge import judge
+from rollproof.records import IntArray, Rollout
+from rollproof.replay.contract import terms_of
+from rollproof.replay.driving import record_replay
+from rollproof.replay.events import Action, Outcome, Purpose, Routing, Step
+from rollproof.replay.layouts import Layout, Rank, Source
+from rollproof.replay.spy import Spy, UnsupportedStep
+from rollproof.replay.terms import Defect, Installs
+
+CHECKS = default_registry().select(["replay"])
+
+
+def results(made: type[ReplayTrainer], *episodes: str) -> dict[str, CheckResult]:
+    """The verdicts on a trainer, by check without the family."""
+    judged = judge(record_replay(made, only=episodes), CHECKS)
+    return {result.id.removeprefix("replay."): result for result in judged.results}
+
+
+def declaring(made: type[ReplayTrainer], **terms: Any) -> Contract:
+    """The trainer's contract with other terms."""
+    return replace(made.contract, replay=replace(terms_of(made.contract), **terms))
+
+
+class Silent(ReplayTrainer):
+    """Tells neither gradients nor logprobs."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        outcome = super().work(step, spy)
+        return Outcome(step=outcome.step, loss=outcome.loss)
+
+
+class Mute(ReplayTrainer):
+    """Tells nothing at all."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        super().work(step, spy)
+        return Outcome(step=step.name)
+
+
+class _WithoutFinals(Spy):
+    """Sees every row but those of final tokens."""
+
+    def routed(self, layer: int, experts: Any, **places: Any) -> None:
+        totals = np.array([*(sample.total for sample in self.step.samples), 0])
+        kept = places["positions"] != totals[places["samples"]] - 1
+        super().routed(layer, experts[kept], **{**places, "samples": places["samples"][kept], "positions": places["positions"][kept]})
+
+
+class Shifting(ReplayTrainer):
+    """Forwards tokens 0 to T-2 alone: the last one predicts nothing."""
+
+    def run(self, step: Step, spy: Spy) -> Outcome:
+        narrower = _WithoutFinals(step)
+        try:
+            return ReplayTrainer.run(self, step, narrower)
+        finally:
+            spy.extend(narrower.events)
+
+
+class ShiftingRecorder(Shifting, Recording):
+    """As ``Shifting``, recording its own routes."""
+
+
+class Noisy(ReplayTrainer):
+    """Kernels that accumulate in another order each time, as the contract says."""
+
+    noise = np.random.default_rng(0)
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        outcome = super().work(step, spy)
+        factor = 1 + 1e-7 * float(self.noise.standard_normal())
+        gates = {layer: sketch * factor for layer, sketch in outcome.gates.items()}
+        gradients = {name: sketch * factor for name, sketch in outcome.gradients.items()}
+        return replace(outcome, loss=(outcome.loss or 0.0) * factor, gradients=gradients, gates=gates, logprobs={})
+
+
+Noisy.contract = declaring(Noisy, tolerance=1e-5, float_digits=6)
+
+
+class OncePerStep(ReplayTrainer):
+    """Gives each router the targets of all microbatches at once."""
+
+    def install(self, run: Any, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+        run.routers[layer, number].install(target, keep=keep)
+        if microbatch.number == 0:
+            run.spy.installed(layer)
+
+
+OncePerStep.contract = declaring(OncePerStep, installs=Installs.PER_STEP)
+
+
+class Reversed(ReplayTrainer):
+    """Executes the experts of a row in another order than the target holds them."""
+
+    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+        return {layer: target[:, ::-1] for layer, target in super().targets(step, microbatch, rank, source, chunk).items()}
+
+
+class Normalised(OneExpert):
+    """One expert per token, with the weight 1: gates have no gradient, in native routing either."""
+
+    normalised = True
+
+
+class RecordsOnly(Recording):
+    """Replays in training alone: old logprobs are recorded, and evaluations native."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        if step.action is Action.REPLAY and step.purpose is not Purpose.TRAIN:
+            raise UnsupportedStep("forward-only passes are not replayed")
+        return super().work(step, spy)
+
+
+class Plain(ReplayTrainer):
+    """Has nothing optional but other weights."""
+
+    residue: Any = None
+    nudge: Any = None
+    variant: Any = None
+    reference: Any = None
+
+
+class Lenient(ReplayTrainer):
+    """Leaves to the router what has no row, and says so."""
+
+    def check(self, step: Step) -> None:
+        if step.defect is not Defect.SHORT:
+            super().check(step)
+
+
+Lenient.contract = declaring(Lenient, tolerates=(Defect.SHORT,))
+
+
+class Casting(ReplayTrainer):
+    """Takes whole numbers of any type."""
+
+    def check(self, step: Step) -> None:
+        if step.defect is not Defect.FLOAT:
+            super().check(step)
+
+    def payload(self, sample: Rollout) -> IntArray:
+        return super().payload(sample).astype(np.int64)
+
+
+class Refusing(ReplayTrainer):
+    """Refuses what is unusual, loudly."""
+
+    def check(self, step: Step) -> None:
+        if step.edge:
+            raise ValueError(step.edge)
+        super().check(step)
+
+
+@pytest.mark.parametrize(
+    ("made", "verdicts"),
+    [
+        (Silent, {"self-loss": "pass", "self-gradients": "unknown", "gate-gradients": "unknown", "drift": "pass", "aftermath": "pass"}),
+        (Mute, {"self-loss": "unknown", "drift": "unknown", "aftermath": "unknown", "off": "unknown", "forward": "pass"}),
+        (Shifting, {"coverage": "pass", "self-loss": "pass", "drift": "pass", "free-rows": "unknown"}),
+        (ShiftingRecorder, {"coverage": "pass", "self-gradients": "pass", "forward": "pass"}),
+        (Noisy, {"self-loss": "pass", "self-gradients": "pass", "gate-slope": "pass", "reference": "pass", "free-rows": "unknown"}),
+        (OncePerStep, {"installs": "pass", "forward": "pass"}),
+        (Reversed, {"forward": "pass", "self-gradients": "pass"}),
+        (Normalised, {"gate-gradients": "unknown", "gate-slope": "unknown", "drift": "pass"}),
+        (RecordsOnly, {"old-logprob": "not applicable", "recorded": "pass", "gate-slope": "pass"}),
+        (
+            Plain,
+            {
+                "residue": "not applicable",
+                "gate-slope": "not applicable",
+                "reference": "not applicable",
+                "routers": "unknown",
+                "edges": "pass",
+            },
+        ),
+        (Lenient, {"targets": "pass"}),
+        (Casting, {"targets": "pass"}),
+        (Refusing, {"edges": "pass"}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_correct_but_unusual_trainer_is_not_blamed(made: type[ReplayTrainer], verdicts: dict[str, str]) -> None:
+    """No check fails, and those that cannot decide say so."""
+    found = results(made)
+
+    assert [] == [(name, result.findings) for name, result in found.items() if result.verdict is Verdict.FAIL]
+    assert verdicts == {name: str(found[name].verdict) for name in verdicts}
+
+
+def _shift(by: int) -> Callable[[Any, Rollout], IntArray]:
+    def payload(self: ReplayTrainer, sample: Rollout) -> IntArray:
+        return np.roll(ReplayTrainer.payload(self, sample), by, axis=0)
+
+    return payload
+
+
+def _narrow(self: ReplayTrainer, sample: Rollout) -> IntArray:
+    return ReplayTrainer.payload(self, sample).astype(np.uint8)
+
+
+class OtherLayers(ReplayTrainer):
+    """Layers get the routes of their neighbours."""
+
+    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+        right = super().targets(step, microbatch, rank, source, chunk)
+        return {layer: right[max(0, layer - 1)] for layer in right}
+
+
+class OtherSamples(ReplayTrainer):
+    """Samples get the routes of the sample behind."""
+
+    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+        samples = [replace(one, routes=other.routes) for one, other in zip(microbatch.samples, step.samples[1:], strict=False)]
+        fitted = [
+            replace(one, routes=None if one.routes is None else np.resize(one.routes, (one.total - 1, *one.routes.shape[1:])))
+            for one in samples
+        ]
+        return super().targets(step, self.microbatch(microbatch.number, tuple(fitted), microbatch.first), rank, source, chunk)
+
+
+class Stale(ReplayTrainer):
+    """Every step gets the routes of the first one that fits."""
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self.kept = getattr(self, "kept", {})
+        for sample in step.samples:
+            if sample.routes is not None:
+                self.kept.setdefault((sample.request_id, sample.total), sample.routes)
+
+    def payload(self, sample: Rollout) -> IntArray:
+        kept: IntArray = self.kept[sample.request_id, sample.total]
+        return kept
+
+
+class Native(ReplayTrainer):
+    """Routers choose for themselves."""
+
+    def begin(self, step: Step) -> None:
+        """No router is told to replay."""
+
+
+class Zeros(CapturedPrefix):
+    """Every target is expert 0."""
+
+    def payload(self, sample: Rollout) -> IntArray:
+        return super().payload(sample) * 0
+
+
+@pytest.mark.parametrize(
+    ("made", "episode", "origin", "hint"),
+    [
+        (type("Before", (ReplayTrainer,), {"payload": _shift(1)}), "placement", "are the target of the position before", "slime#1045"),
+        (type("After", (ReplayTrainer,), {"payload": _shift(-1)}), "placement", "are the target of the position after", "slime#1045"),
+        (OtherLayers, "placement", "are the target of the MoE layer before", "verl#5037"),
+        (OtherSamples, "placement", "are the target of the same position in the sample after", "to their own microbatch"),
+        (Stale, "placement", "are the target of step 'first batch'", "SkyRL#1908"),
+        (Native, "switching", "are what the router chooses by itself", "verl#7340"),
+        (type("Narrow", (ManyExperts,), {"payload": _narrow}), "placement", "are the target wrapped into uint8", "verl#7407"),
+        (Zeros, "placement", "are rows of expert 0 alone", "verl#4986"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_finding_says_where_wrong_rows_come_from(made: type[ReplayTrainer], episode: str, origin: str, hint: str) -> None:
+    """The place, the amount and the origin of what was executed are in the finding."""
+    findings = results(made, episode)["forward"].findings
+    told = next(finding for finding in findings if origin in finding.observed)
+
+    assert hint in told.hint
+    assert {"episode", "step", "request", "position", "layer", "rank", "recompute"} == set(told.where)
+    assert "wrong, in" in told.observed
+
+
+def test_wrong_rows_without_an_origin_say_so() -> None:
+    """Where nothing explains the rows, no origin is made up."""
+
+    class Random(ReplayTrainer):
+        def payload(self, sample: Rollout) -> IntArray:
+            right = super().payload(sample)
+            return (right + 1) % 8
+
+    finding = results(Random, "placement")["forward"].findings[0]
+    assert "of these" not in finding.observed and finding.hint.startswith("Follow one row")
+
+
+def test_a_check_sees_a_trace_cut_anywhere() -> None:
+    """A trace that ends within a step is judged up to there, and nothing crashes."""
+    trace = record_replay(ReplayTrainer, only=["full recompute"])
+    for end in range(1, len(trace.events), 7):
+        judged = judge(trace.with_events(trace.events[:end]), CHECKS)
+        assert () == judged.failed
+        assert not [result.id for result in judged.results if "crashed" in result.reason]
+
+
+def test_hostile_places_are_padding() -> None:
+    """Samples, positions and layers that do not exist are no rows of anything, and widths that differ crash nothing."""
+    trace = record_replay(ReplayTrainer, only=["self-replay"])
+    hostile = [
+        {"samples": np.array([99]), "positions": np.array([0])},
+        {"samples": np.array([0]), "positions": np.array([-5])},
+        {"samples": np.array([0]), "positions": np.array([999])},
+        {"layer": 77, "samples": np.array([0]), "positions": np.array([0])},
+    ]
+    for changes in hostile:
+        for experts in (np.array([[0, 1]]), np.zeros((1, 0), dtype=np.int64), np.array([[0, 1, 2, 3]])):
+            events = [replace(event, **changes, experts=experts) if isinstance(event, Routing) else event for event in trace.events]
+            judged = judge(trace.with_events(events), CHECKS)
+            assert not [result.id for result in judged.results if "crashed" in result.reason]
+
+
+def test_a_trace_of_rollouts_is_not_judged_by_replay_checks() -> None:
+    """The family is about trainers alone."""
+    trace = record_replay(Interleaved, only=["edges"])
+    judged = judge(replace(trace, header=replace(trace.header, about="rollouts")), CHECKS)
+
+    assert {Verdict.NOT_APPLICABLE} == {result.verdict for result in judged.results}
+    assert "it judges replay, and this trace is about rollouts" == judged["replay.forward"].reason
+
+
+def test_coverage_names_what_was_never_routed() -> None:
+    """A layer whose calls are not seen is told with its tokens."""
+    trace = record_replay(DenseFirst, only=["self-replay"])
+    kept = [event for event in trace.events if not (isinstance(event, Routing) and event.layer == 2)]
+    finding = judge(trace.with_events(kept), CHECKS)["replay.coverage"].findings[0]
+
+    assert ("tokens that a layer never routed", 2) == (finding.title, finding.where["layer"])
+    assert "4 of 30 tokens routed" == finding.observed  # final tokens count as routed: nobody need route them
+
+
+def test_a_layout_with_one_layer_and_sample_has_no_other_to_blame() -> None:
+    """Origins that do not exist are not tried."""
+
+    class Small(ReplayTrainer):
+        layout = Layout(num_layers=1, num_experts=8, top_k=2)
+        microbatches = 1
+
+        def payload(self, sample: Rollout) -> IntArray:
+            return np.roll(super().payload(sample), 1, axis=0)
+
+    assert Verdict.FAIL is results(Small, "placement")["forward"].verdict
