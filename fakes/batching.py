@@ -132,6 +132,9 @@ class Batch:
                     chunk -= done
                 if not call.decoding:
                     continue
+                if len(call.ids) >= call.limit:  # a budget of no tokens: the prompt was computed, and that is all
+                    self.end(call, FinishReason.LENGTH)
+                    continue
             token = next_token(call.key, call.state)
             call.ids.append(token)
             if call.watched or token == eos or len(call.ids) >= call.limit:

@@ -106,13 +106,14 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
     labels = tuple(Span(start=low, end=high, version=version) for low, high, version in _joined(_stretches(call.labels, count)))
     rows = call.rows()
     bare = not call.decoding and not flavour.queued_abort_keeps_keys
+    early = reason is FinishReason.ABORT and not count
     logprobs = None
     if call.want_logprobs and (count or flavour.empty_logprobs):
         logprobs = policy.logprobs_spans([(one.start, one.stop, one.key) for one in keys], call.ids, start, stop)
     output = EngineOutput(
         token_ids=tuple(call.ids[start:]),
         logprobs=logprobs,
-        routes=None if bare or not call.want_routes else _routes(call, rows, policy, flavour),
+        routes=None if bare or early or not call.want_routes else _routes(call, rows, policy, flavour),
         finish_reason=reason,
         routes_start=call.routes_start,
         version=_shown_version(flavour, labels, call.admission_label, label),
@@ -161,7 +162,7 @@ def handed(output: EngineOutput) -> EngineOutput:
 def _routes(call: EngineCall, rows: list[KeySpan], policy: CodedPolicy, flavour: Flavour) -> IntArray | None:
     """``(rows, layers, top_k)`` from ``routes_start`` on; ``None`` where the engine holds too little to answer."""
     held = rows[-1].stop if rows else 0
-    if not call.sampled or held < len(call.ids) - 1:
+    if held < len(call.ids) - 1:
         return None
     start = min(call.routes_start, held)
     routes = policy.routes_spans([(one.start, one.stop, one.key) for one in rows], call.ids, start, held)

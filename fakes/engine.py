@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollproof.case import EngineOptions
+from rollproof.engine_terms import Refusal
 from rollproof.fakes.batching import Batch, EngineHooks
 from rollproof.fakes.calls import EngineCall, empty_abort, handed
 from rollproof.fakes.coded import CodedPolicy
@@ -265,8 +266,9 @@ class FakeEngine:
         length, tokens = len(call.prompt_ids), call.max_tokens
         if not length or length >= self.max_length:
             raise BadCall(f"A prompt must have 1 to {self.max_length - 1} tokens, not {length}.")
-        if tokens is not None and tokens < 1:
-            raise BadCall(f"max_tokens must be at least 1, not {tokens}.")
+        least = 0 if self.flavour.zero_budget is Refusal.EMPTY else 1
+        if tokens is not None and tokens < least:
+            raise BadCall(f"max_tokens must be at least {least}, not {tokens}.")
         bad_start = self.flavour.routes_start and not 0 <= call.routes_start <= length
         if bad_start:
             raise BadCall(f"routes_start must be 0 to {length}, the length of the prompt, not {call.routes_start}.")

@@ -208,12 +208,8 @@ def scaled(logprobs: LogprobArray, temperature: float) -> LogprobArray:
 
 
 def _as_declared(flavour: Flavour, query: Query) -> EngineOutput | None:
-    """The reply to a call without a budget or a prompt, where the flavour answers such calls at all."""
-    how = None
-    if not query.prompt_ids:
-        how = flavour.empty_prompt
-    elif query.max_tokens < 1:
-        how = flavour.zero_budget
+    """The reply to a call without a prompt, where the flavour answers such calls at all."""
+    how = None if query.prompt_ids else flavour.empty_prompt
     if how not in (Refusal.EMPTY, Refusal.ABORT):
         return None
     reason = FinishReason.LENGTH if how is Refusal.EMPTY else FinishReason.ABORT

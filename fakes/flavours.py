@@ -65,7 +65,7 @@ class Flavour:
     cached tokens, and ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21).
     ``queued_counts``: an abort in the waiting queue says that 0 tokens were cached.
     ``pause_modes`` are those that the engine offers; the fake accepts all of them. ``routes_switch`` to
-    ``seeded`` mean what they mean in ``EngineTerms``; the fake refuses all that ``zero_budget`` and ``empty_prompt`` refuse otherwise.
+    ``seeded`` mean what they mean in ``EngineTerms``; the fake refuses an empty prompt whatever ``empty_prompt`` says.
     """
 
     name: str

@@ -164,7 +164,7 @@ class _PausedCalls(_Calls):
         self._aborted: set[int] = set()
 
     def on_abort(self, event: Abort, out: Collector) -> None:
-        self._aborted.update(event.call_ids)
+        self._aborted.update(number for number in event.call_ids if number in self.sent_paused)
 
     def on_chunk(self, event: Chunk, out: Collector) -> None:
         self._look(event.call_id, len(event.token_ids), out)
@@ -180,6 +180,8 @@ class _PausedCalls(_Calls):
             self._blame(event.call_id, call, f"a reply of {len(event.output.token_ids)} tokens", out)
         if self.terms.paused_calls is PausedCalls.PARK and rejected and event.call_id not in self._aborted:
             self._blame(event.call_id, call, "an abort without tokens", out)
+        if event.call_id in self._aborted and event.output.finish_reason is not FinishReason.ABORT:
+            self._forgotten(event, call, out)
 
     def on_result(self, event: Result, out: Collector) -> None:
         call = self.latest_of(event.request_id)
@@ -193,6 +195,16 @@ class _PausedCalls(_Calls):
     def _look(self, number: int, tokens: int, out: Collector) -> None:
         if tokens and self.paused is not None and number in self.sent_paused:
             self._blame(number, self.sent_paused.pop(number), f"{tokens} tokens before the resume", out)
+
+    def _forgotten(self, event: Reply, call: Call, out: Collector) -> None:
+        out.finding(
+            "the abort of a call that waited for the end of a pause was forgotten",
+            expected="an abort: the call had not begun when it was aborted",
+            observed=f"{len(event.output.token_ids)} tokens, sampled after the resume; it ended by {event.output.finish_reason}",
+            where={"call": event.call_id, "server": call.server_id, "request": call.request_id},
+            hint="Calls that come during a pause are held back before the engine knows them, and an abort looks only among those. A"
+            " caller that has given the request up, or sent it elsewhere, now has it sampled twice.",
+        )
 
     def _blame(self, number: int, call: Call, observed: str, out: Collector) -> None:
         wanted = {PausedCalls.PARK: "it waits for the resume", PausedCalls.REJECT: "an abort without tokens", PausedCalls.RAISE: "an error"}
@@ -227,7 +239,7 @@ CHECKS: tuple[Check, ...] = (
     )(_Refusals),
     trace_check(
         "engine.paused-calls",
-        promise="A call sent to a paused engine is parked, turned away or refused, as declared.",
+        promise="A call sent to a paused engine is parked, turned away or refused, as declared; aborted meanwhile, it does not run.",
         needs="calls between a Pause and its Resume",
         exercised_by="calls sent to a paused engine",
         applies=pauses,

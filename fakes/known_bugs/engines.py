@@ -129,6 +129,24 @@ class _BadOffsetIgnored(FakeEngineSubject):
         return await super().generate(replace(query, routes_start=None) if bad else query, watch)
 
 
+class _AbortForgotten(FakeEngineSubject):
+    """Calls that come during a pause wait outside the engine, where an abort does not look."""
+
+    _closed = False
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        await super().pause(mode, clear_cache)
+        self._closed = True
+
+    async def resume(self) -> None:
+        self._closed = False
+        await super().resume()
+
+    async def abort(self, handle: str) -> None:
+        if not self._closed:
+            await super().abort(handle)
+
+
 class _TurnedAway(FakeEngineSubject):
     """A gate in front of the engine answers calls during a pause with an empty abort."""
 
@@ -261,6 +279,14 @@ BUGS: tuple[KnownBug, ...] = (
         "engine.refusals",
         _BadOffsetIgnored,
         "refusals",
+    ),
+    _bug(
+        "parked-abort-forgotten",
+        "A call that waits for the end of a pause is aborted, and runs to its end after the resume.",
+        ("SGLang 0.5.21 (docs/track-record.md)",),
+        "engine.paused-calls",
+        _AbortForgotten,
+        "parked",
     ),
     _bug(
         "paused-call-turned-away",

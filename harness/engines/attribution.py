@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
-from rollproof.contract import Contract
+from rollproof.contract import Contract, Provenance
 from rollproof.invariants.engine_evidence import Mask, fit_of
 from rollproof.records import EngineOutput, IntArray, LogprobArray, Span, Version, spread
 from rollproof.trace import Call, Event, Reference, Reply, Trace, Weights
@@ -101,30 +101,32 @@ def _explained(
         start = output.routes_start
         first = shown[0] if shown else None
         predicted = [first] * max(0, sent - 1 - start) + shown[max(0, start - sent + 1) :]
-        rows = _spans([(fit.version, fit.rows, fit.doubtful_rows) for fit in fits], predicted, start)
+        late = contract.provenance is Provenance.LATEST_PREFILL  # whose forward a row is of is then not told by the token that it predicts
+        rows = _spans([(fit.version, fit.rows, fit.doubtful_rows) for fit in fits], () if late else predicted, start)
     return tokens, rows
 
 
 def _spans(explained: Sequence[tuple[str, Mask, Mask]], expected: Sequence[Version], start: int) -> tuple[Span, ...]:
-    """The version of each value, joined: the expected one where it fits, else one that explains the longest stretch.
+    """The version of each value: the expected one where it fits, else one that explains the longest stretch.
 
     What no version explains is mixed where there are several of them, and unknown where there is one.
     """
     named: list[Version] = []
     run: set[str] = set()
+    begun = 0
     for place in range(len(explained[0][1])):
         good = {version for version, fits, _ in explained if fits[place]}
         wanted = expected[place] if place < len(expected) else None
+        if isinstance(wanted, str) and wanted in good:
+            good = {wanted}
+        if not run & good:
+            run, begun = good, place
+        run &= good
         if not good:
             doubtful = len(explained) == 1 or any(doubts[place] for _, _, doubts in explained)
             named.append(None if doubtful else MIXED)
-            run = set()
-        elif isinstance(wanted, str) and wanted in good:
-            named.append(wanted)
-            run = {wanted}
         else:
-            run = run & good or good
-            named.append(min(run))
+            named[begun:] = [min(run)] * (place + 1 - begun)
     spans: list[Span] = []
     for place, version in enumerate(named, start):
         if spans and spans[-1].version == version:

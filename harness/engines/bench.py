@@ -193,11 +193,12 @@ class Bench:
         start = sum(len(one.routes) for one in (*asked.before, last) if one.routes is not None) if offset else None
         return self.ask(prompt, tokens, routes_start=start, after=asked, temperature=asked.query.temperature)
 
-    async def abort(self, asked: Asked) -> None:
-        """Abort a call, and wait for its reply."""
+    async def abort(self, asked: Asked, *, wait: bool = True) -> None:
+        """Abort a call, and wait for its reply unless told not to."""
         self._recorder.record(Abort(server_id=SERVER, wanted=asked.query.handle, call_ids=() if asked.done else asked.calls))
         await self.engine.abort(asked.query.handle)
-        await self.ended(asked)
+        if wait:
+            await self.ended(asked)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pause the engine."""

@@ -150,16 +150,21 @@ async def _broken_off(bench: Bench, *, offset: bool) -> None:
 
 
 async def _early(bench: Bench) -> None:
-    """A long prompt is still being computed when a call beside it samples its next token: then it is aborted."""
+    """Two long prompts are computed one behind the other: when the first has a token, the second has none, and is aborted.
+
+    A short call beside one long prompt would not do: SGLang computes all of the prompt before it samples on.
+    """
     bench.provenance = Provenance.LATEST_PREFILL
-    beside = bench.ask(bench.prompt(4), 24)
-    await beside.sampled(2)
-    late = bench.ask(bench.prompt(bench.terms.max_length - 20), 6)
-    await beside.sampled(4)
+    length = bench.terms.max_length - 40
+    first = bench.ask(bench.prompt(length), 24)
+    late = bench.ask(bench.prompt(length), 6)
+    await first.sampled(1)
     await bench.abort(late)
+    if late.outputs and late.outputs[0].token_ids:
+        bench.missed("the call had its first token before the abort")
     await bench.finish(late if late.refused or not _left(late) else bench.go_on(late, _left(late), offset=False))
-    await bench.abort(beside)
-    await bench.finish(beside)
+    await bench.abort(first)
+    await bench.finish(first)
 
 
 async def _queued(bench: Bench) -> None:
@@ -228,7 +233,8 @@ async def _parked(bench: Bench) -> None:
     sent = [bench.ask(bench.prompt(5 + place), 4) for place in range(2)]
     await bench.linger()
     if bench.terms.paused_calls is PausedCalls.PARK:
-        await bench.abort(sent[0])
+        await bench.abort(sent[0], wait=False)  # whether it is answered now or after the resume is the engine's
+        await bench.linger()
     await bench.resume()
     await bench.finish(beside, *sent)
 

@@ -42,7 +42,11 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
     {
         "vllm": RealEngine(adapter="rollproof.engines.vllm:VllmEngine", crowded="afmoe", extra={"load": "edit"}),
         "vllm-offline": RealEngine(adapter="rollproof.engines.vllm:VllmEngine", extra={"load": "edit", "offline": True}),
-        "sglang": RealEngine(adapter="rollproof.engines.sglang:SglangEngine"),
+        "sglang": RealEngine(
+            adapter="rollproof.engines.sglang:SglangEngine",
+            # by itself it admits a call only where all of its budget would fit, and then nothing is ever retracted
+            extra={"schedule_conservativeness": 0.05},
+        ),
     }
 )
 """Released engines by name."""
