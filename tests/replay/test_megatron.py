@@ -14,10 +14,10 @@ from rollproof.records import IntArray, Rollout
 from rollproof.replay.events import Action, Outcome, Phase, Purpose, Routing, Step
 from rollproof.replay.judging import judge_replay
 from rollproof.replay.layouts.payloads import Coding
-from rollproof.replay.megatron.setups import SETUPS, Dispatcher, Setup
+from rollproof.replay.megatron.setups import OTHERS, SETUPS, Dispatcher, Setup
 from rollproof.replay.megatron.subject import MegatronTrainer, megatron_ranks
 from rollproof.replay.ranks import Ranks
-from rollproof.replay.samples import make_samples
+from rollproof.replay.samples import make_samples, with_drawn_routes
 from rollproof.replay.spy import Spy
 from rollproof.replay.terms import Recompute
 from rollproof.report import Report
@@ -57,8 +57,9 @@ def _chosen(calls: list[Routing], phase: Phase) -> dict[tuple[int, int, int], li
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_replay_of_what_every_rank_recorded_changes_no_bit(ranks: Ranks, name: str) -> None:
-    """Loss, logprobs and all gradients of a replay in place equal those of the recording bit for bit, with and without recompute; every row, padding
-    too, executes what was recorded, in the forward pass and once more where activations are recomputed.
+    """Loss, logprobs and all gradients of a replay in place equal those of the recording bit for bit, with and without recompute.
+
+    Every row, padding too, executes what was recorded, in the forward pass and once more where activations are recomputed.
     """
     trainer = MegatronTrainer(name, ranks)
     recording, calls = _run(trainer, _step(trainer.setup, Action.RECORD))
@@ -119,6 +120,22 @@ def _misplaced_or_seen(call: Routing, coding: Coding, setup: Setup, samples: tup
         yield (own[0], own[1], call.layer if own in told else -1)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_peoples_code_is_driven_to_the_end(ranks: Ranks, name: str) -> None:
+    """A drawn replay with full recompute runs in every setup of verl's and SkyRL's code, and leaves nothing behind."""
+    setup = OTHERS[name]
+    pytest.importorskip(setup.code.lower(), reason=f"`pip install --no-deps {setup.code.lower()}`, with what the track record names")
+    samples = make_samples(setup.contract(), 0)
+    random = np.random.default_rng(1)
+    drawn = tuple(with_drawn_routes(setup.contract(), sample, random) for sample in samples)
+    trainer = MegatronTrainer(setup, ranks)
+    outcome, calls = _run(trainer, _step(setup, Action.REPLAY, drawn, Recompute.FULL))
+    assert sorted(one.request_id for one in samples) == sorted(outcome.logprobs)
+    assert _chosen(calls, Phase.FORWARD) == _chosen(calls, Phase.RECOMPUTE)
+    assert set(setup.moe_layers) == {call.layer for call in calls}
+    assert {name: 0 for name in trainer.residue()} == trainer.residue()
+
+
 @pytest.fixture(scope="module")
 def reports(ranks: Ranks) -> dict[str, Report]:
     return {name: judge_replay(lambda name=name: MegatronTrainer(name, ranks), name=name) for name in JUDGED}  # type: ignore[misc]
@@ -128,7 +145,7 @@ def reports(ranks: Ranks) -> dict[str, Report]:
 def test_the_trainer_keeps_every_promise_of_replay(reports: dict[str, Report], name: str) -> None:
     """No check fails or stays unknown, and the planted fault is seen."""
     report = reports[name]
-    verdicts = {result.check_id: str(result.verdict) for result in report.results if result.verdict not in ("pass", "not applicable")}
+    verdicts = {result.id: str(result.verdict) for result in report.results if result.verdict not in ("pass", "not applicable")}
     assert {} == verdicts
     assert report.canary is not None and report.canary.red
 

@@ -1,7 +1,7 @@
 """Table: judges Megatron setups and keeps the verdicts in a file: `python -m rollproof.replay.megatron.table FILE [SETUP ...]`.
 
-Setups that are named are judged anew, the others keep their rows; without names all setups of megatron-core are judged, and those of other
-people's replay code whose packages are installed. The file is JSON, sorted, and holds no times: it changes only with a verdict or a version.
+Setups that are named are judged anew, the others keep their rows; without names all setups of megatron-core are judged, and those of
+other people's replay code whose packages are installed. The file is JSON, sorted, without times: only a verdict or a version changes it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def judged(setups: Iterable[Setup], ranks: Ranks) -> dict[str, dict[str, Any]]:
 def row_of(setup: Setup, report: Report) -> dict[str, Any]:
     """What a report says of a setup, JSON-ready: its packages, sizes, and the verdict of each check; the first finding of what fails."""
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES[setup.code]}
-    findings = {result.check_id: result.findings[0] for result in report.results if result.findings}
+    findings = {result.id: result.findings[0] for result in report.results if result.findings}
     return {
         "code": setup.code,
         "versions": {**versions, "torch": importlib.metadata.version("torch").partition("+")[0]},
         "parallel": setup.words,
         "model": f"{setup.router} routers in layers {', '.join(map(str, setup.moe_layers))} of {setup.num_layers}, {setup.dispatcher}",
         "mode": setup.mode,
-        "verdicts": {result.check_id: result.verdict for result in report.results},
+        "verdicts": {result.id: result.verdict for result in report.results},
         "findings": {check: f"{one.title}: {one.observed}" for check, one in findings.items()},
     }
 
