@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from rollproof.replay.layouts.calls import Call
 from rollproof.replay.layouts.layout import Layout
 from rollproof.replay.layouts.sources import Source
 
-__all__ = ["LayoutCall", "compare_parts", "compare_rows", "layout_check", "outcome_check"]
+__all__ = ["LayoutCall", "compare_parts", "compare_rows", "functions_read", "layout_check", "outcome_check"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,6 +185,12 @@ class _PerCall(Fold):
         """Say which functions the subject does not have."""
         if not self._called:
             out.inapplicable(f"the subject has no function {listing(self.functions, 'or')} that takes such a case")
+
+
+def functions_read(checks: Iterable[Check]) -> frozenset[str] | None:
+    """The functions whose calls some checks of layouts read; ``None`` where one of them reads all."""
+    read = [getattr(check.trace, "functions", ()) for check in checks if check.about == "layouts"]
+    return None if not all(read) else frozenset(name for names in read for name in names)
 
 
 def layout_check(

@@ -134,7 +134,7 @@ def _no_shift(one: LayoutCall, out: Collector) -> None:
         return
     positions = tokens - 1
     wanted = Source(sample=np.where(positions < held, 0, -1), position=np.where(positions < held, positions, -1))
-    later = Source(sample=wanted.sample, position=wanted.position + 1)
+    later = Source(sample=np.where(positions + 1 < held, 0, -1), position=np.where(positions + 1 < held, positions + 1, -1))
     compare_rows(
         one,
         out,
@@ -145,7 +145,7 @@ def _no_shift(one: LayoutCall, out: Collector) -> None:
         hint="Labels and logprobs move by one place, routes do not: row p is the forward pass of token p (slime#1045).",
         others={
             "the shift of labels, applied to routes": lambda: later,
-            "a shift by one to the back": lambda: Source(sample=wanted.sample, position=wanted.position - 1),
+            "a shift by one to the back": lambda: _rolled(wanted, 1),
         },
     )
 
@@ -341,7 +341,7 @@ def _padding_rows(one: LayoutCall, out: Collector) -> None:
             hint="Equal ids collapse in the routing map, and a dispatcher that counts tokens * k fails or drops (slime#941, verl#4986).",
         )
     elif one.event.function == "fill" and layout.fill is Fill.SPREAD and len(rows) >= layout.num_experts:
-        loads = np.bincount(np.concatenate([row[0] for row in rows]), minlength=layout.num_experts)
+        loads = np.bincount(np.concatenate(rows).reshape(-1), minlength=layout.num_experts)
         if loads.max() > 2 * max(1, loads.min()):
             out.finding(
                 "padding is not spread over the experts",

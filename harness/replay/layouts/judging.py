@@ -6,7 +6,7 @@ Needs no model, no device and no process group: the adapter tells the function w
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from rollproof.checks import Registry, default_registry
 from rollproof.contract import Contract, KvPolicy, Logprobs, ResumeBy, Rows, Versions
 from rollproof.errors import RollproofError, SubjectError, UsageError
+from rollproof.invariants.layout_calls import functions_read
 from rollproof.judge import judge
 from rollproof.replay.laid import Laid
 from rollproof.replay.layouts.calls import Call
@@ -61,7 +62,8 @@ def judge_layouts(
     """
     start = time.perf_counter()
     registry = default_registry().select(tuple(only) or ("layout",))
-    trace = record_layouts(factory, name=name, profile=profile, seed=seed, calls=calls, recipe=recipe)
+    read = functions_read(registry)
+    trace = record_layouts(factory, name=name, profile=profile, seed=seed, calls=calls, functions=read, recipe=recipe)
     return Report(
         subject=trace.header.subject,
         profile=profile,
@@ -82,14 +84,15 @@ def record_layouts(
     profile: str = "pr",
     seed: int = 0,
     calls: Iterable[tuple[str, Call]] | None = None,
+    functions: Container[str] | None = None,
     recipe: Mapping[str, Any] | None = None,
 ) -> Trace:
-    """One ``Laid`` event per call. Raises as ``judge_layouts``."""
+    """One ``Laid`` event per call of the subject's functions (of those in ``functions``, where given). Raises as ``judge_layouts``."""
     label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
     if profile not in _DRAWS:
         raise UsageError(f"No profile is named {profile!r}; choose one of {list(_DRAWS)}.")
     subject = _make(factory, label)
-    names = functions_of(subject, label)
+    names = [one for one in functions_of(subject, label) if functions is None or one in functions]
     draws, numbers = _DRAWS[profile], bool(getattr(subject, "numbers", True))
     made = (
         calls

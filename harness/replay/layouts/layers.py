@@ -9,6 +9,7 @@ layer behind a dense one (verl#5037, slime#819).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from rollproof.contract import LayerAxis
 from rollproof.errors import LayoutError
@@ -33,6 +34,7 @@ def moe_layers(num_layers: int, frequency: int | Sequence[int] = 1, first_dense:
     return tuple(layer for layer in range(first_dense, num_layers) if pattern[layer])
 
 
-def columns_of(moe: Sequence[int], axis: LayerAxis) -> Mapping[int, int]:
+@lru_cache(maxsize=1024)
+def columns_of(moe: tuple[int, ...], axis: LayerAxis) -> Mapping[int, int]:
     """For each MoE layer the column of the payload that holds its choices: itself, or its ordinal among MoE layers."""
     return {layer: layer if axis is LayerAxis.ALL else ordinal for ordinal, layer in enumerate(moe)}

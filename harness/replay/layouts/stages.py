@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rollproof.errors import LayoutError
 
@@ -56,20 +57,11 @@ class Stages:
         counts = [[count // vpp] * vpp for count in ranks]
         counts[0][0] -= self.embedding
         counts[-1][-1] -= self.loss
-        if min(map(min, counts)) < 0:
-            raise LayoutError(f"No layer is left for a chunk beside the embedding or the loss: {counts}.")
         return tuple(tuple(chunks) for chunks in counts)
 
     def layers(self, num_layers: int, pp: int, vpp: int = 1) -> Chunks:
         """The layers of each chunk. Raises ``LayoutError``."""
-        counts = self.counts(num_layers, pp, vpp)
-        out: list[list[tuple[int, ...]]] = [[] for _ in range(pp)]
-        start = 0
-        for chunk in range(vpp):
-            for rank in range(pp):
-                out[rank].append(tuple(range(start, start + counts[rank][chunk])))
-                start += counts[rank][chunk]
-        return tuple(tuple(chunks) for chunks in out)
+        return _dealt(self, num_layers, pp, vpp)
 
     def _custom(self, num_layers: int, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
         custom: Sequence[Sequence[int]] = self.custom or ()
@@ -78,3 +70,16 @@ class Stages:
         if any(count < 0 for chunks in custom for count in chunks):
             raise LayoutError(f"Custom stages {self.custom} hold a negative count.")
         return tuple(tuple(chunks) for chunks in custom)
+
+
+@lru_cache(maxsize=1024)
+def _dealt(stages: Stages, num_layers: int, pp: int, vpp: int) -> Chunks:
+    """Every router of every rank asks for the chunks of all: they are counted through once per layout."""
+    counts = stages.counts(num_layers, pp, vpp)
+    out: list[list[tuple[int, ...]]] = [[] for _ in range(pp)]
+    start = 0
+    for chunk in range(vpp):
+        for rank in range(pp):
+            out[rank].append(tuple(range(start, start + counts[rank][chunk])))
+            start += counts[rank][chunk]
+    return tuple(tuple(chunks) for chunks in out)
