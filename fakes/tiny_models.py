@@ -94,7 +94,9 @@ _AFMOE = {
     "sliding_window": 32,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     "mup_enabled": False,
-    "score_func": "sigmoid",  # a field that engines read and transformers does not write
+    # vLLM reads these from the released checkpoints; transformers, whose router is fixed, has no such fields
+    "score_func": "sigmoid",
+    "route_norm": True,
 }
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
