@@ -103,14 +103,14 @@ def stack_targets(spec: str, parts: Iterable[str] = ()) -> tuple[str, list[Targe
 def subject_target(spec: str, about: str | None = None, option: str = "--subject") -> Target:
     """``module:factory``, looked for in the current folder too. Raises ``UsageError`` saying which half does not exist.
 
-    ``about`` is the kind of subject; where it is ``None``, the class says whether it is a conversion into batches.
+    ``about`` is the kind of subject; where it is ``None``, the class says it.
     """
     module_name, colon, path = spec.partition(":")
     if not colon or not module_name or not path:
         raise UsageError(f"{option} {spec!r} must be written module:factory, such as my_stack.subjects:MySubject.")
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
-    module = _module(module_name)
+    module = _module(module_name, option)
     found: Any = module
     for name in path.split("."):
         if not hasattr(found, name):
@@ -165,7 +165,7 @@ def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any
     )
 
 
-def _module(name: str) -> Any:
+def _module(name: str, option: str) -> Any:
     try:
         return importlib.import_module(name)
     except KeyboardInterrupt:
@@ -173,7 +173,7 @@ def _module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise UsageError(
-                f"There is no module {error.name!r}: --subject is looked for in the current folder and among what is installed."
+                f"There is no module {error.name!r}: {option} is looked for in the current folder and among what is installed."
             ) from error
         raise UsageError(f"{name} cannot be imported: it needs {error.name!r}, which is not installed here.") from error
     except BaseException as error:  # a script that exits where it should be imported would end the run as if all were well
