@@ -71,13 +71,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192 if gpu else 256)
     parser.add_argument("--width", type=int, default=2048 if gpu else 256)
     parser.add_argument("--vocabulary", type=int, default=151_936 if gpu else 20_000)
+    parser.add_argument("--spread", type=float, default=2.0, help="standard deviation of the logits")
     parser.add_argument("--runs", type=int, default=20 if gpu else 3)
     options = parser.parse_args()
     device = "cuda" if gpu else "cpu"
     torch.manual_seed(0)
     kind = torch.bfloat16 if gpu else torch.float32
     hidden = torch.randn(options.tokens, options.width, device=device).to(kind)
-    head = (torch.randn(options.vocabulary, options.width, device=device) * (4 / options.width**0.5)).to(kind)
+    head = (torch.randn(options.vocabulary, options.width, device=device) * (options.spread / options.width**0.5)).to(kind)
     tokens = torch.randint(options.vocabulary, (options.tokens,), device=device)
     sample = slice(0, 128)
     exact = hidden[sample].double() @ head.double().t()

@@ -2,7 +2,7 @@
 
 Logits are made for a block of tokens and a block of the vocabulary at a time, in float32 whatever the precision of the
 operands (bf16 logits alone cost up to 2e-4 of KL), and folded into running sums (online softmax, Milakov & Gimelshein 2018).
-Needs torch.
+Half-precision operands on a Hopper GPU take the kernels of ``scoring_kernels``. Needs torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rollproof.errors import GapError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Scores", "head_kl", "score"]
 
 _TOKENS, _VOCAB = 4096, 4096
-"""Block on a GPU: of those tried (1,024 to 8,192 tokens, 2,048 to 16,384 entries) the fastest on an H100; 64 MiB of float32 logits."""
+"""Block on a GPU without the kernels: 64 MiB of float32 logits."""
 _CPU_TOKENS, _CPU_VOCAB = 256, 8192
 
 
@@ -41,13 +41,16 @@ def score(hidden: Any, head: Any, tokens: Any, *, temperature: float = 1.0, grou
     import torch
 
     _check(hidden, head, tokens, temperature, first, sharded=group is not None)
-    n = hidden.shape[0]
-    state = torch.zeros((4, n), dtype=torch.float32, device=hidden.device)
-    state[0] = -math.inf
     local = tokens.to(torch.int64) - first
+    kernels = _kernels(hidden, head)
     with torch.no_grad():
-        for rows, columns, logits in _blocks(hidden, head, 1.0 / temperature):
-            _fold(state[:, rows], logits, local[rows] - columns.start)
+        if kernels is not None:
+            state = kernels.states(hidden, head, local, 1.0 / temperature)
+        else:
+            state = torch.zeros((4, hidden.shape[0]), dtype=torch.float32, device=hidden.device)
+            state[0] = -math.inf
+            for rows, columns, logits in _blocks(hidden, head, 1.0 / temperature):
+                _fold(state[:, rows], logits, local[rows] - columns.start)
     if group is not None:
         state = _merged(state, group)
     top, total, weighted, own = state
@@ -69,9 +72,12 @@ def head_kl(hidden: Any, head: Any, other_hidden: Any, other_head: Any, *, tempe
             f"The two sides must score the same tokens over the same vocabulary, not {hidden.shape[0]} and {other_hidden.shape[0]} tokens"
             f" over {head.shape[0]} and {other_head.shape[0]} entries."
         )
-    state = torch.zeros((5, hidden.shape[0]), dtype=torch.float32, device=hidden.device)
-    state[0] = state[2] = -math.inf
+    kernels = _kernels(hidden, head, other_hidden, other_head)
     with torch.no_grad():
+        if kernels is not None:
+            return cast("torch.Tensor", kernels.head_kl(hidden, head, other_hidden, other_head, 1.0 / temperature))
+        state = torch.zeros((5, hidden.shape[0]), dtype=torch.float32, device=hidden.device)
+        state[0] = state[2] = -math.inf
         pairs = zip(_blocks(hidden, head, 1.0 / temperature), _blocks(other_hidden, other_head, 1.0 / temperature), strict=True)
         for (rows, _, p), (_, _, q) in pairs:
             _fold_pair(state[:, rows], p, q)
@@ -121,9 +127,6 @@ def _blocks(hidden: Any, head: Any, scale: float) -> Iterator[tuple[slice, slice
 
 def _fold(state: Any, logits: Any, own: Any) -> None:
     """Take a block into ``state`` ``(4, rows)``: maximum, sum of exp, sum of logit x exp, the logit of the row's own token."""
-    if logits.is_cuda and (kernels := _kernels()) is not None:
-        kernels.fold(state, logits, own)
-        return
     import torch
 
     top = torch.maximum(state[0], logits.max(dim=1).values)
@@ -139,9 +142,6 @@ def _fold(state: Any, logits: Any, own: Any) -> None:
 
 def _fold_pair(state: Any, p: Any, q: Any) -> None:
     """As ``_fold`` for two laws: maximum and sum of exp of either, and the sum of exp(p) x (p - q)."""
-    if p.is_cuda and (kernels := _kernels()) is not None:
-        kernels.fold_pair(state, p, q)
-        return
     import torch
 
     top, other = torch.maximum(state[0], p.max(dim=1).values), torch.maximum(state[2], q.max(dim=1).values)
@@ -167,9 +167,12 @@ def _merged(state: Any, group: Any) -> Any:
     return torch.stack([top, *sums])
 
 
-def _kernels() -> Any:
+def _kernels(*operands: Any) -> Any:
+    """The fused kernels, where these operands are such that they take them; ``None``: blocks by torch's own operations."""
+    if not operands[0].is_cuda or not len(operands[0]):
+        return None
     try:
         from rollproof.gap import scoring_kernels
-    except ImportError:  # no triton: the same sums by torch's own operations
+    except ImportError:  # no triton, or one without tensor descriptors
         return None
-    return scoring_kernels
+    return scoring_kernels if scoring_kernels.fits(*operands) else None

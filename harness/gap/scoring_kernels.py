@@ -1,61 +1,137 @@
-"""Scoring kernels: a block of logits folded into the running sums of its rows in one pass. Needs triton and a GPU."""
+"""Scoring kernels: the product of hidden states and head, and the softmax's sums, in one pass. For Hopper GPUs; needs triton.
+
+A tile of 128 tokens and 256 entries of the vocabulary is multiplied in registers and folded there, so that logits never
+reach memory. The product is summed over pieces of 1,024 of the width: the matrix unit's own accumulation loses digits
+over longer ones (a KL, a difference of logits, does not show it). What a tile leaves of each row (maximum, sums) is put together afterwards, in float32.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["fold", "fold_pair"]
+__all__ = ["fits", "head_kl", "states"]
 
-
-@triton.jit
-def _fold(state, logits, own, columns, stride, lines, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
-    row = tl.program_id(0)
-    place = tl.arange(0, WIDTH)
-    base = logits + row.to(tl.int64) * stride
-    z = tl.load(base + place, mask=place < columns, other=-float("inf"))
-    top, total, weighted = tl.load(state + row), tl.load(state + lines + row), tl.load(state + 2 * lines + row)
-    new = tl.maximum(top, tl.max(z, 0))
-    chance, keep = tl.exp(z - new), tl.exp(top - new)
-    tl.store(state + row, new)
-    tl.store(state + lines + row, total * keep + tl.sum(chance, 0))
-    # a logit of -inf has no chance, and 0 x inf is no number
-    tl.store(state + 2 * lines + row, weighted * keep + tl.sum(tl.where(chance > 0, z * chance, 0.0), 0))
-    mine = tl.load(own + row)
-    if (mine >= 0) & (mine < columns):
-        tl.store(state + 3 * lines + row, tl.load(base + mine))
+_ROWS, _COLUMNS, _DEPTH = 128, 256, 64
+_NARROW = 128
+"""Columns of a tile where two products are held at once."""
+_PIECE = 1024
 
 
 @triton.jit
-def _fold_pair(state, p, q, columns, stride, other_stride, lines, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
-    row = tl.program_id(0)
-    place = tl.arange(0, WIDTH)
-    inside = place < columns
-    z = tl.load(p + row.to(tl.int64) * stride + place, mask=inside, other=-float("inf"))
-    y = tl.load(q + row.to(tl.int64) * other_stride + place, mask=inside, other=-float("inf"))
-    top, total = tl.load(state + row), tl.load(state + lines + row)
-    other_top, other_total = tl.load(state + 2 * lines + row), tl.load(state + 3 * lines + row)
-    apart = tl.load(state + 4 * lines + row)
-    new, other_new = tl.maximum(top, tl.max(z, 0)), tl.maximum(other_top, tl.max(y, 0))
-    chance, keep = tl.exp(z - new), tl.exp(top - new)
-    tl.store(state + row, new)
-    tl.store(state + lines + row, total * keep + tl.sum(chance, 0))
-    tl.store(state + 2 * lines + row, other_new)
-    tl.store(state + 3 * lines + row, other_total * tl.exp(other_top - other_new) + tl.sum(tl.exp(y - other_new), 0))
-    tl.store(state + 4 * lines + row, apart * keep + tl.sum(tl.where(chance > 0, (z - y) * chance, 0.0), 0))
+def _product(a, b, row, column, WIDTH: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for piece in range(0, WIDTH, PIECE):
+        part = tl.zeros((BM, BN), dtype=tl.float32)
+        for k in range(piece, piece + PIECE, BK):
+            part = tl.dot(a.load([row * BM, k]), b.load([column * BN, k]).T, part)
+        total += part
+    return total
 
 
-def fold(state: Any, logits: Any, own: Any) -> None:
-    """Take ``logits`` ``(rows, columns)`` float32 into ``state`` ``(4, rows)``; ``own`` ``(rows,)`` is each row's token in this block."""
-    rows, columns = logits.shape
-    width = triton.next_power_of_2(columns)
-    _fold[(rows,)](state, logits, own, columns, logits.stride(0), state.stride(0), WIDTH=width, num_warps=4)
+@triton.jit
+def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+    first = tile // (GROUP * column_tiles) * GROUP
+    size = min(row_tiles - first, GROUP)
+    inside = tile % (GROUP * column_tiles)
+    return first + inside % size, inside // size
 
 
-def fold_pair(state: Any, p: Any, q: Any) -> None:
-    """Take two blocks of logits into ``state`` ``(5, rows)``."""
-    rows, columns = p.shape
-    width = triton.next_power_of_2(columns)
-    _fold_pair[(rows,)](state, p, q, columns, p.stride(0), q.stride(0), state.stride(0), WIDTH=width, num_warps=4)
+@triton.jit
+def _states(a, b, own, out, picked, n, entries, scale, WIDTH: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+            BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+    row_tiles, column_tiles = tl.cdiv(n, BM), tl.cdiv(entries, BN)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+        row, column = _place(tile, row_tiles, column_tiles, GROUP)
+        product = _product(a, b, row, column, WIDTH, PIECE, BM, BN, BK)
+        rows, columns = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN)
+        z = tl.where(columns[None, :] < entries, product, -float("inf"))
+        top = tl.max(z, 1)
+        chance = tl.exp((z - top[:, None]) * scale)
+        line = out + column.to(tl.int64) * 3 * n + rows
+        tl.store(line, top * scale, mask=rows < n)
+        tl.store(line + n, tl.sum(chance, 1), mask=rows < n)
+        # beyond the vocabulary the product is 0 and the chance is 0
+        tl.store(line + 2 * n, tl.sum(product * chance, 1) * scale, mask=rows < n)
+        mine = tl.load(own + rows, mask=rows < n, other=-1)
+        here = (mine >= column * BN) & (mine < column * BN + BN)
+        tl.store(picked + rows, tl.sum(tl.where(columns[None, :] == mine[:, None], product, 0.0), 1) * scale, mask=here)
+
+
+@triton.jit
+def _kl(a, b, other_a, other_b, out, n, entries, scale, WIDTH: tl.constexpr, OTHER: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
+    row_tiles, column_tiles = tl.cdiv(n, BM), tl.cdiv(entries, BN)
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
+        row, column = _place(tile, row_tiles, column_tiles, GROUP)
+        z = _product(a, b, row, column, WIDTH, WIDTH, BM, BN, BK)
+        y = _product(other_a, other_b, row, column, OTHER, OTHER, BM, BN, BK)
+        rows, columns = row * BM + tl.arange(0, BM), column * BN + tl.arange(0, BN)
+        inside = columns[None, :] < entries
+        # far enough down for a chance of 0, and finite: 0 x (inf - inf) is no number
+        z, y = tl.where(inside, z, -1e30), tl.where(inside, y, -1e30)
+        top, other_top = tl.max(z, 1), tl.max(y, 1)
+        chance = tl.exp((z - top[:, None]) * scale)
+        line = out + column.to(tl.int64) * 5 * n + rows
+        tl.store(line, top * scale, mask=rows < n)
+        tl.store(line + n, tl.sum(chance, 1), mask=rows < n)
+        tl.store(line + 2 * n, other_top * scale, mask=rows < n)
+        tl.store(line + 3 * n, tl.sum(tl.exp((y - other_top[:, None]) * scale), 1), mask=rows < n)
+        tl.store(line + 4 * n, tl.sum((z - y) * chance, 1) * scale, mask=rows < n)
+
+
+def fits(*operands: Any) -> bool:
+    """Whether these matrices can be read in tiles: half precision, on a GPU of capability 9 or newer, rows contiguous and aligned."""
+    return all(
+        item.is_cuda
+        and item.dtype in (torch.bfloat16, torch.float16)
+        and item.stride(1) == 1
+        and item.stride(0) * item.element_size() % 16 == 0
+        and item.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(item.device)[0] >= 9
+        for item in operands
+    )
+
+
+def states(hidden: Any, head: Any, own: Any, scale: float) -> Any:
+    """``(4, n)`` float32: maximum, sum of exp, sum of logit x exp, and the own token's logit (0 where it is not in this head)."""
+    n, entries, tiles = hidden.shape[0], head.shape[0], triton.cdiv(head.shape[0], _COLUMNS)
+    out = torch.empty((tiles, 3, n), dtype=torch.float32, device=hidden.device)
+    picked = torch.zeros(n, dtype=torch.float32, device=hidden.device)
+    operands = (_tiles(hidden, _ROWS), _tiles(head, _COLUMNS), own.to(torch.int32))
+    width = hidden.shape[1]
+    sizes = _sizes(hidden, columns=_COLUMNS, group=16, stages=3)
+    _states[(sizes["PROGRAMS"],)](*operands, out, picked, n, entries, scale, WIDTH=width, PIECE=min(_PIECE, width), **sizes)
+    top = out[:, 0].amax(dim=0)
+    keep = (out[:, 0] - top).exp_()
+    return torch.stack([top, (out[:, 1] * keep).sum(dim=0), (out[:, 2] * keep).sum(dim=0), picked])
+
+
+def head_kl(hidden: Any, head: Any, other_hidden: Any, other_head: Any, scale: float) -> Any:
+    """``(n,)`` float32: KL of the first law from the second."""
+    n, entries, tiles = hidden.shape[0], head.shape[0], triton.cdiv(head.shape[0], _NARROW)
+    out = torch.empty((tiles, 5, n), dtype=torch.float32, device=hidden.device)
+    operands = (_tiles(hidden, _ROWS), _tiles(head, _NARROW), _tiles(other_hidden, _ROWS), _tiles(other_head, _NARROW))
+    sizes = _sizes(hidden, columns=_NARROW, group=8, stages=4)
+    _kl[(sizes["PROGRAMS"],)](*operands, out, n, entries, scale, WIDTH=hidden.shape[1], OTHER=other_hidden.shape[1], **sizes)
+    top, other = out[:, 0].amax(dim=0), out[:, 2].amax(dim=0)
+    keep, other_keep = (out[:, 0] - top).exp_(), (out[:, 2] - other).exp_()
+    total, other_total = (out[:, 1] * keep).sum(dim=0), (out[:, 3] * other_keep).sum(dim=0)
+    return (out[:, 4] * keep).sum(dim=0) / total - (top + total.log()) + (other + other_total.log())
+
+
+def _tiles(matrix: Any, rows: int) -> Any:
+    return TensorDescriptor.from_tensor(matrix, [rows, _DEPTH])
+
+
+def _sizes(tensor: Any, *, columns: int, group: int, stages: int) -> dict[str, int]:
+    """Sizes of a launch: one program a multiprocessor. ``group`` row tiles walk the vocabulary together, so that a tile of the head is
+    read from memory once for all of them.
+    """
+    programs = int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+    fixed = {"BM": _ROWS, "BK": _DEPTH, "num_warps": 8}
+    return {**fixed, "BN": columns, "GROUP": group, "PROGRAMS": programs, "num_stages": stages}
