@@ -2,7 +2,8 @@
 
 A tile of 128 tokens and 256 entries of the vocabulary is multiplied in registers and folded there, so that logits never
 reach memory. The product is summed over pieces of 1,024 of the width: the matrix unit's own accumulation loses digits
-over longer ones (a KL, a difference of logits, does not show it). What a tile leaves of each row (maximum, sums) is put together afterwards, in float32.
+over longer ones (a KL, a difference of logits, does not show it). What a tile leaves of each row (maximum, sums) is put
+together afterwards, in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PIECE = 1024
 
 
 @triton.jit
-def _product(a, b, row, column, WIDTH: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _product(a, b, row, column, WIDTH: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for piece in range(0, WIDTH, PIECE):
         part = tl.zeros((BM, BN), dtype=tl.float32)
@@ -34,7 +35,7 @@ def _product(a, b, row, column, WIDTH: tl.constexpr, PIECE: tl.constexpr, BM: tl
 
 
 @triton.jit
-def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     first = tile // (GROUP * column_tiles) * GROUP
     size = min(row_tiles - first, GROUP)
     inside = tile % (GROUP * column_tiles)
@@ -42,7 +43,7 @@ def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def _states(a, b, own, out, picked, n, entries, scale, WIDTH: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _states(a, b, own, out, picked, n, entries, scale, WIDTH: tl.constexpr, PIECE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
             BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
     row_tiles, column_tiles = tl.cdiv(n, BM), tl.cdiv(entries, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
@@ -63,7 +64,7 @@ def _states(a, b, own, out, picked, n, entries, scale, WIDTH: tl.constexpr, PIEC
 
 
 @triton.jit
-def _kl(a, b, other_a, other_b, out, n, entries, scale, WIDTH: tl.constexpr, OTHER: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _kl(a, b, other_a, other_b, out, n, entries, scale, WIDTH: tl.constexpr, OTHER: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
     row_tiles, column_tiles = tl.cdiv(n, BM), tl.cdiv(entries, BN)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS):
