@@ -122,7 +122,9 @@ class VirtualLoop(base_events.BaseEventLoop):
             raise SubjectError(_THREAD_ADVICE)
         return self.call_soon(callback, *args, context=context)
 
-    def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
+    def add_signal_handler(  # type: ignore[override]  # as for call_soon
+        self, sig: int, callback: Callable[..., Any], *args: Any
+    ) -> None:
         """Raises ``SubjectError``: a signal comes in real time."""
         raise SubjectError(_SIGNAL_ADVICE)
 

@@ -54,7 +54,7 @@ def _sound(value: object, kind: type[_T], where: str) -> _T:
         raise SubjectError(f"{where} must return {article} {kind.__name__}, not {_described(value)}.")
     values: dict[str, Any] = {}
     problems: list[str] = []
-    for name in _names(kind):
+    for name in _names(kind):  # type: ignore[arg-type]  # a class is hashable
         given = values[name] = getattr(value, name)
         if name in _SHAPES and given is not None:
             values[name] = _own(name, given, problems)

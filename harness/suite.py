@@ -52,10 +52,10 @@ class Suite:
         ways = f"{self.asked_by} {self.profile} {self.seed} {self.only} {self.flavours}"
         return base if self.plain else f"{base}-{zlib.crc32(ways.encode()):08x}"
 
-    def run_key(self, profile: str, seed: int) -> tuple[Any, ...]:
+    def run_key(self, profile: str, seed: int) -> str:
         """What makes two runs the same in this process. Factories are told apart by identity: every lambda has the same name."""
         subject = id(self.factory) if self.owner is None else id(self.owner)
-        return (subject, self.title, self.about, profile, seed, self.only, self.flavours, *sorted((self.expected or {}).items()))
+        return repr((subject, self.title, self.about, profile, seed, self.only, self.flavours, *sorted((self.expected or {}).items())))
 
     def report_key(self, profile: str, seed: int) -> str:
         """What makes two reports the same in all processes of a session."""

@@ -326,7 +326,7 @@ def _run(state: State, suite: Suite, profile: str, seed: int, config: pytest.Con
         seed=seed,
         only=suite.only or state.settings.only,
         expected={**(suite.expected or {}), **(listed.reasons(suite.title) if listed else {})},
-        recipe=_recipe(suite.factory),
+        recipe=None if suite.factory is None else _recipe(suite.factory),
         witness_dir=folder,
     )
     try:
