@@ -63,6 +63,22 @@ def cpu(session: nox.Session) -> None:
 
 
 @nox.session
+def trainers(session: nox.Session) -> None:
+    """Run the tests that drive real trainers on the CPU; `-- --table FILE [SETUP ...]` judges Megatron setups and writes the verdicts."""
+    install(session, "test")
+    session.install("torch==2.13.0")  # the CPU build, where one is offered: a CUDA build works too and is twenty times as large
+    # Its metadata asks for torch, numpy and packaging only, but pins none: without them the torch above stays. 0.16.1 is the newest for
+    # Python 3.11; 0.19 needs 3.12 and imports triton.
+    session.install("packaging", "ml_dtypes", *(["triton"] if _newer_python(session) else []))
+    session.install("--no-deps", f"megatron-core=={'0.19.2' if _newer_python(session) else '0.16.1'}")
+    if session.posargs[:1] == ["--table"]:
+        session.run("python", "-W", "ignore", "-m", "rollproof.replay.megatron.table", *session.posargs[1:])
+        return
+    # One process: the ranks that the tests fork are processes of their own.
+    session.run("pytest", *(session.posargs or ["tests/replay"]))
+
+
+@nox.session
 def gpu(session: nox.Session) -> None:
     """Run the GPU suites; on a host without a GPU they say why and are skipped (`-- --rollproof-require-gpu` makes that a failure)."""
     install(session, "test")
@@ -142,6 +158,12 @@ def bench(session: nox.Session) -> None:
     install(session)
     for program in sorted((ROOT / "benchmarks").glob("*.py")):
         session.run("python", str(program), *session.posargs)
+
+
+def _newer_python(session: nox.Session) -> bool:
+    """Whether the session's Python is 3.12 or newer."""
+    code = "import sys; print(sys.version_info >= (3, 12))"
+    return "True" in str(session.run("python", "-c", code, silent=True))
 
 
 def _stack(arguments: list[str]) -> str | None:

@@ -133,7 +133,7 @@ def test_other_peoples_code_is_driven_to_the_end(ranks: Ranks, name: str) -> Non
     assert sorted(one.request_id for one in samples) == sorted(outcome.logprobs)
     assert _chosen(calls, Phase.FORWARD) == _chosen(calls, Phase.RECOMPUTE)
     assert set(setup.moe_layers) == {call.layer for call in calls}
-    assert {name: 0 for name in trainer.residue()} == trainer.residue()
+    assert dict.fromkeys(trainer.residue(), 0) == trainer.residue()
 
 
 @pytest.fixture(scope="module")
