@@ -80,14 +80,14 @@ class ReferenceModel:
     @contextmanager
     def _captured(self, model: Any) -> Iterator[dict[int, Any]]:
         """While inside, the scores among which each layer's router chooses, and what it chose: ``{layer: (scores, ids)}``."""
+        import torch
         from torch.overrides import TorchFunctionMode
 
         experts, top_k = self._contract.num_experts, self._contract.top_k
         found: dict[int, Any] = {}
         current = [-1]
-        import torch
 
-        class Watch(TorchFunctionMode):
+        class Watch(TorchFunctionMode):  # type: ignore[misc]  # torch is not installed where types are checked
             """Sees every top-k: a family's router ends in one of ``top_k`` among ``num_experts``, whatever comes before it."""
 
             def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
