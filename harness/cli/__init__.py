@@ -1,4 +1,4 @@
-"""Command line: ``rollproof verify | check | replay | known-bugs | checks | doctor``."""
+"""Command line: ``rollproof verify | check | replay | gap | known-bugs | checks | doctor``."""
 
 from __future__ import annotations
 
