@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import typer
 from api_page import api_page
+from enum_texts import enum_texts
+from replay_page import replay_page
 from typer.main import get_command
 
 import rollproof.contract
@@ -73,7 +73,7 @@ def contract_page() -> Iterator[str]:
     yield "`ContractError`, which lists every problem at once.\n"
     yield inspect.cleandoc(Contract.__doc__ or "")
     yield "\n| field | values | default |\n|---|---|---|"
-    enums = _enums()
+    enums = enum_texts(rollproof.contract)
     for field in fields(Contract):
         name = str(field.type).replace(" | None", "")
         default = "required" if field.default is MISSING else f"`{field.default}`"
@@ -122,28 +122,14 @@ def _spelling(parameter: Any) -> str:
     return f"`{flags}{' ' + metavar if metavar and not parameter.is_flag else ''}`"
 
 
-def _enums() -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """Name of each enum of the contract: its docstring, and its values with the text below each in the source."""
-    tree = ast.parse(inspect.getsource(rollproof.contract))
-    found = {}
-    for node in tree.body:
-        cls = getattr(rollproof.contract, node.name, None) if isinstance(node, ast.ClassDef) else None
-        if isinstance(node, ast.ClassDef) and isinstance(cls, type) and issubclass(cls, StrEnum):
-            found[node.name] = (inspect.cleandoc(cls.__doc__ or ""), list(_members(node)))
-    return found
-
-
-def _members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    following = [*node.body[1:], None]
-    for statement, after in zip(node.body, following, strict=True):
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant):
-            text = ""
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                text = " ".join(inspect.cleandoc(str(after.value.value)).split())
-            yield str(statement.value.value), text
-
-
-PAGES = {"api.md": api_page, "checks.md": checks_page, "contract.md": contract_page, "known-bugs.md": bugs_page, "options.md": options_page}
+PAGES = {
+    "api.md": api_page,
+    "checks.md": checks_page,
+    "contract.md": contract_page,
+    "known-bugs.md": bugs_page,
+    "options.md": options_page,
+    "replay.md": replay_page,
+}
 
 
 def _text(lines: Iterable[str]) -> str:
