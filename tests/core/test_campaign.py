@@ -17,11 +17,13 @@ from rollproof.canary import plants, try_canary
 from rollproof.case import Action, ActionKind, Case, Trigger
 from rollproof.checks import Registry, Verdict, default_registry, request_check
 from rollproof.errors import UsageError
-from rollproof.fakes.managers import AsSampled, EngineKeep, Sample
+from rollproof.fakes.managers import AsSampled, EngineKeep, PartialOffSurfaced, Sample
 from rollproof.fakes.resuming import Options
 from rollproof.judge import judge
+from rollproof.probing import probe
 from rollproof.records import EngineOutput, Request, Rollout
 from rollproof.runner import run_case
+from rollproof.schedules import LATER_REQUEST, profile_named, scope_families
 from rollproof.store import load_trace
 
 REQUEST = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=5)
@@ -257,3 +259,13 @@ def test_hangs_that_are_seen_at_once_end_no_campaign() -> None:
     report = run_conformance(Waits, cases=[replace(_case(), seed=seed) for seed in range(15)], only=["lifecycle"])
 
     assert (15, ()) == (report.cases, report.notes)
+
+
+def test_thinning_keeps_every_case_with_a_later_request() -> None:
+    """Few enough to keep, and what they show of a stack that resumes nothing no other case shows."""
+    flavour, contract, model = probe(PartialOffSurfaced, ["vllm"])[0]
+    whole, thin = ([repr(case) for case in cases_for(PartialOffSurfaced, profile="pr", seed=0, flavours=["vllm"], thin=n)] for n in (1, 25))
+    families = dict(scope_families(flavour, contract, scope=profile_named("pr").scope, model=model))
+    later = {repr(case) for case in families[LATER_REQUEST]}
+    assert later and later <= set(thin) < set(whole)
+    assert len(thin) - len(later) < len(whole) / 10

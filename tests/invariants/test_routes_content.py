@@ -261,7 +261,8 @@ def test_rows_that_nobody_captured_must_be_filler() -> None:
 
 def test_filler_that_does_not_fit_the_type_is_blamed_on_the_type() -> None:
     """-1 in uint8 reads as 255: one message, about the type."""
-    story = Story(segments=(Segment(3, 1), Segment(2, 1, routes=False)), changes={"filler": "minus-one"})
+    changes = {"filler": "minus-one", "dtype": "uint8|int16"}
+    story = Story(segments=(Segment(3, 1), Segment(2, 1, routes=False)), changes=changes)
     filled = np.concatenate([story.good(), np.full((2, 3, 2), 255, dtype=np.uint8)])
     assert only_finding(story.judged(filled), "routes.dtype").title == "filler -1 does not exist in uint8"
 
