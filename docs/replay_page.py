@@ -37,8 +37,9 @@ here trusts that a target was installed. A spy sits on the *output* of every rou
 samples' payload alone; and what a step comes to is held to one law: loss and gradients are a function of weights, samples, routes and
 action, and of nothing that ran before.
 
-`rollproof verify --replay my_module:MyTrainer` judges a trainer, as `rollproof.ReplayConformance` does in pytest. Transformations between
-payload and router rows are judged on their own, without a trainer, by `rollproof.ReplayLayoutConformance`.
+`rollproof verify --replay my_module:MyTrainer` judges a trainer, as `rollproof.ReplayConformance` does in pytest, and the fixture
+`rollproof_replay(MyTrainer)` within a test of your own. Transformations between payload and router rows are judged on their own, without a
+trainer, by `rollproof.ReplayLayoutConformance`.
 """
 _EXAMPLES = """
 Worked examples: [a trainer of HF transformers](example/hf_trainer.py), [a Megatron trainer](example/megatron_trainer.py).
@@ -101,7 +102,7 @@ def _table() -> Iterator[str]:
     if versions:
         yield f"\nVersions: {', '.join(sorted(versions))}."
     if found:
-        yield "\n### What fails\n\nThe first finding of each check. [track-record.md](track-record.md) has them by hand, outside of rollproof.\n"
+        yield "\n### What fails\n\nThe first finding of each check; [track-record.md](track-record.md) has them by hand.\n"
         yield from found
 
 

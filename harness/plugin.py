@@ -14,6 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rollproof.recording import Recording
+    from rollproof.report import Report
 
 __all__ = ["OPTIONS", "PROFILES", "STATE", "Option", "Settings", "State"]
 
@@ -247,6 +248,27 @@ def rollproof_record(request: pytest.FixtureRequest) -> Callable[..., Recording]
         return record(contract, **{"name": request.node.nodeid, "on_report": hand_over, **options})
 
     return start
+
+
+@pytest.fixture
+def rollproof_replay(request: pytest.FixtureRequest, rollproof_profile: str, rollproof_seed: int) -> Callable[..., Report]:
+    """Judge a trainer with routing replay in a test of your own: ``rollproof_replay(MyTrainer, only=["replay.forward"])``.
+
+    Profile and seed are those of the session; the verdicts appear in its summary and report, under the test's own id. Raises
+    ``ConformanceError`` with the findings of checks that fail.
+    """
+    from rollproof.replay.judging import judge_replay, raise_for_failures
+
+    state = request.config.stash[STATE]
+
+    def judge(factory: Callable[[], Any], **options: Any) -> Report:
+        asked = {"name": request.node.nodeid, "profile": rollproof_profile, "seed": rollproof_seed, **options}
+        report = judge_replay(factory, **asked)
+        state.reports[f"{request.node.nodeid}#{len(state.reports)}"] = report.to_dict()
+        raise_for_failures(report)
+        return report
+
+    return judge
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.checks import Registry, Verdict, default_registry
+from rollproof.console import check_lines, summary_text, text_of
+from rollproof.errors import ConformanceError
 from rollproof.judge import Judgement, judge
 from rollproof.progress import Progress
 from rollproof.replay.canary import try_canary
@@ -20,7 +22,7 @@ from rollproof.subjects import SubjectFactory
 from rollproof.trace import Trace
 from rollproof.witnesses import drop_witnesses, write_witness
 
-__all__ = ["judge_replay"]
+__all__ = ["judge_replay", "raise_for_failures"]
 
 FAMILY = "replay"
 
@@ -60,6 +62,14 @@ def judge_replay(
         cases=len(_episodes(trace)),
         seconds=time.perf_counter() - start,
     )
+
+
+def raise_for_failures(report: Report) -> None:
+    """Raise ``ConformanceError`` with the findings where checks failed that were not expected to."""
+    if report.failed:
+        data = report.to_dict()
+        lines = [line for check in data["checks"] if check["verdict"] == "fail" for line in check_lines(check)]
+        raise ConformanceError(f"{report.subject}: {summary_text(data)}\n{text_of(lines)}")
 
 
 def _exercised(trace: Trace) -> dict[str, int]:

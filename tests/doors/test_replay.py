@@ -147,6 +147,31 @@ def test_a_faulty_trainer_fails_its_items(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*routers executed other experts than their target*"])
 
 
+def test_the_fixture_judges_within_a_test(pytester: pytest.Pytester) -> None:
+    """A trainer may be judged in the middle of a test: what fails is raised, and the report has both runs."""
+    pytester.makepyfile(
+        my=MINE,
+        test_mine="""
+        from my import Mine
+        from rollproof.fakes.replaying import ReplayTrainer
+
+        def test_good(rollproof_replay):
+            assert rollproof_replay(ReplayTrainer, only=["replay.forward", "replay.drift"]).exit_code == 0
+
+        def test_bad(rollproof_replay):
+            rollproof_replay(Mine, only=["replay.forward"])
+        """,
+    )
+    result = pytester.runpytest_inprocess("--rollproof-report=report.json")
+
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*ConformanceError: test_mine.py::test_bad: *1 fail*", "*routers executed other experts than their target*"]
+    )
+    report = json.loads((pytester.path / "report.json").read_text())
+    assert ["test_mine.py::test_good", "test_mine.py::test_bad"] == [one["subject"] for one in report["reports"]]
+
+
 def test_a_kind_that_does_not_exist_is_told(pytester: pytest.Pytester) -> None:
     """A misspelt kind is a collection error."""
     pytester.makepyfile("import rollproof\n@rollproof.conformance(object, about='replays')\ndef test_a(check): pass\n")
