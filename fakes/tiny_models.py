@@ -259,7 +259,7 @@ def _sharpen_head(model: Any) -> None:
     with torch.no_grad():
         for _ in range(2):  # the second round sees contexts of the model's own, which the first round's head made
             logits = model(_sampled(model)).logits.flatten(0, 1).float()
-            low, high = 1e-3, 1e3
+            scale, low, high = 1.0, 1e-3, 1e3
             for _ in range(40):
                 scale = (low * high) ** 0.5
                 spread = torch.distributions.Categorical(logits=scale * logits).entropy().mean()

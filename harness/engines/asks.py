@@ -20,7 +20,8 @@ class EngineSettings:
     ``model`` is the folder of a checkpoint, ``version`` the name of its weights and ``label`` the label that the engine shows for them
     at first. ``dtype`` is that of the forward, ``max_length`` the tokens of prompt and response that a call may have, ``max_batch``
     the calls that run at once, ``prefill_chunk`` the tokens of prompt computed in one step, ``kv_tokens`` the capacity of the KV
-    cache. ``routes`` and ``logprobs_mode`` are engine options; ``extra`` holds others by the engine's own names.
+    cache (of each kind of attention, where layers have several). ``routes`` and ``logprobs_mode`` are engine options; ``extra``
+    holds others by the engine's own names.
     """
 
     model: Path

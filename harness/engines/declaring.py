@@ -14,7 +14,7 @@ from rollproof.engines.asks import EngineSettings
 from rollproof.errors import EngineStartError
 from rollproof.fakes.flavours import Flavour, engine_contract, engine_terms, flavour_named
 
-__all__ = ["declared", "model_of"]
+__all__ = ["declared", "kv_groups_of", "model_of"]
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -76,6 +76,12 @@ def model_of(folder: Path) -> Model | None:
     )
 
 
+def kv_groups_of(folder: Path) -> int:
+    """How many kinds of attention the layers of a checkpoint have, each with a KV cache of its own; 1 where its config names none."""
+    kinds = _config(folder).get("layer_types")
+    return len(set(kinds)) if isinstance(kinds, list) and kinds else 1
+
+
 def _config(folder: Path) -> Mapping[str, Any]:
     path = Path(folder) / "config.json"
     try:
@@ -100,7 +106,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    dense = set(config.get("mlp_only_layers") or ())
+    dense: set[int] = set(config.get("mlp_only_layers") or ())
     dense.update(range(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0))
     step = config.get("decoder_sparse_step") or 1
     return tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)

@@ -16,7 +16,7 @@ import numpy as np
 from rollproof.contract import Contract
 from rollproof.engine_terms import PauseMode, StreamMode
 from rollproof.engines.asks import EngineSettings, Piece, Query, Watch, WeightUpdate
-from rollproof.engines.declaring import declared
+from rollproof.engines.declaring import declared, kv_groups_of
 from rollproof.engines.process import EngineProcess
 from rollproof.errors import SubjectError, UsageError
 from rollproof.fakes.flavours import Flavour, flavour_named
@@ -158,7 +158,9 @@ class VllmEngine:
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:
     """Arguments of ``AsyncEngineArgs``: for all devices, and for each kind of device."""
-    blocks = {"num_gpu_blocks_override": max(1, settings.kv_tokens // _BLOCK)} if settings.kv_tokens else {}
+    # layers of different kinds are different groups, each with blocks of its own; one block is never handed out
+    count = kv_groups_of(settings.model) * (settings.kv_tokens or 0) // _BLOCK + 1
+    blocks = {"num_gpu_blocks_override": count} if settings.kv_tokens else {}
     engine = {
         "model": str(settings.model),
         "skip_tokenizer_init": True,

@@ -96,7 +96,7 @@ class OfflineHost(Host):
         # the engine runs in this process: one to start, and its scheduler sees a whole batch at once
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         arguments = _arguments(options)
-        from vllm import LLM
+        from vllm.entrypoints.llm import LLM
 
         self.llm = LLM(**arguments)
         self._busy = asyncio.Lock()
@@ -179,8 +179,7 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sampling(sampling: Mapping[str, Any], stream: str) -> Any:
     """``SamplingParams`` of a call that ends by its budget."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     kinds = {"final": RequestOutputKind.FINAL_ONLY, "cumulative": RequestOutputKind.CUMULATIVE, "delta": RequestOutputKind.DELTA}
     return SamplingParams(**sampling, detokenize=False, ignore_eos=True, output_kind=kinds[stream])

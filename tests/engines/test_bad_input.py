@@ -102,7 +102,7 @@ def test_options_of_the_adapter_are_checked(config: Callable[..., EngineSettings
     with pytest.raises(UsageError, match="'reload' or 'edit'"):
         VllmEngine(EngineSettings(model=settings.model, extra={"load": "push"}))
     options = engine_options(EngineSettings(model=settings.model, kv_tokens=256, extra={"load": "edit", "swap_space": 0}))
-    assert {"num_gpu_blocks_override": 8, "swap_space": 0} == {
+    assert {"num_gpu_blocks_override": 9, "swap_space": 0} == {
         name: options["engine"].get(name) for name in ("num_gpu_blocks_override", "swap_space")
     }
     assert "load" not in options["engine"]
