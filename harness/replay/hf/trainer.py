@@ -220,14 +220,11 @@ class HfTrainer:
         return dict(_gates(self.model))
 
     def _gradients(self) -> dict[str, FloatArray]:
-        return {
-            name: sketch(self.whole(parameter.grad).float() if parameter.dtype is torch.bfloat16 else self.whole(parameter.grad))
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
+        return {name: sketch(self.whole(parameter.grad)) for name, parameter in self.model.named_parameters() if parameter.grad is not None}
 
     def _gate_gradients(self) -> dict[int, FloatArray]:
-        return {layer: sketch(self.whole(gate.weight.grad)) for layer, gate in self._gates().items() if gate.weight.grad is not None}
+        weights = {layer: gate.weight for layer, gate in self._gates().items()}
+        return {layer: sketch(self.whole(torch.zeros_like(one) if one.grad is None else one.grad)) for layer, one in weights.items()}
 
 
 def loss_of(step: Step, logprobs: Mapping[str, FloatArray]) -> float:
