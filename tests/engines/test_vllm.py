@@ -5,6 +5,7 @@ One engine process per setting of the run, and one run per session.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from importlib import metadata
@@ -12,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed here (`nox -s engines` installs it)", exc_type=ImportError)
 
 from rollproof.checks import Verdict
 from rollproof.engines import vllm_cpu
@@ -23,7 +22,10 @@ from rollproof.engines.targets import engine_target, fake_target
 from rollproof.report import Report
 from rollproof.trace import Call, Reference, Reply
 
+INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("vllm", "torch", "transformers"))
 pytestmark = [
+    # looked for, not imported: an engine never lives in the process that judges it
+    pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed here (`nox -s engines` installs it)"),
     pytest.mark.skipif(not vllm_cpu.is_cpu_build(), reason="this vLLM is not the build for CPUs; gpu_suites/ judges it on a GPU"),
     pytest.mark.filterwarnings("ignore"),
 ]
