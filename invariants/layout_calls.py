@@ -119,7 +119,7 @@ def compare_rows(
     if not wrong.any():
         return
     first = tuple(int(i) for i in np.argwhere(wrong)[0])
-    meant = next((name for name, other in (others or {}).items() if _fits(one, cells, other, columns)), None)
+    meant = next((name for name, other in (others or {}).items() if _fits(one, cells, wanted.filled, other, columns)), None)
     row = " of sample ".join(str(i) for i in reversed(first))
     out.finding(
         title,
@@ -131,14 +131,14 @@ def compare_rows(
     )
 
 
-def _fits(one: LayoutCall, cells: IntArray, other: Callable[[], Source], columns: list[int] | None) -> bool:
-    """Whether another layout, if it can be made at all, holds just these rows."""
+def _fits(one: LayoutCall, cells: IntArray, where: npt.NDArray[np.bool_], other: Callable[[], Source], columns: list[int] | None) -> bool:
+    """Whether another layout, if it can be made at all, holds just these rows at the places that count."""
     try:
         source = other()
     except ValueError:
         return False
     goal = one.cells(source, columns)
-    return goal.shape == cells.shape and bool((goal == cells)[source.filled].all())
+    return goal.shape == cells.shape and bool((goal == cells)[where].all())
 
 
 def compare_parts(

@@ -210,7 +210,7 @@ def _targets(one: LayoutCall, out: Collector) -> None:
             wanted,
             title="a router is given another row's or layer's choice",
             hint="Compose padding, packing, context and tensor slices, and the layer map, in the order in which the model does.",
-            others=_with_free(free, _other_divisions(one)) | _with_free(free, _left_padded(one)),
+            others=_with_free(free, _other_batches(one) | _other_divisions(one)),
             columns=[layout.column[layer]],
             layer=layer,
         )
@@ -228,15 +228,21 @@ def _with_free(
     return {name: partial(masked, make) for name, make in others.items()}
 
 
-def _left_padded(one: LayoutCall) -> dict[str, Callable[[], Source]]:
-    """A padded batch read with the padding on the other side."""
+def _other_batches(one: LayoutCall) -> dict[str, Callable[[], Source]]:
+    """A pack read as a padded batch or the reverse, a batch in the other order, or with the padding on the other side."""
     layout = one.layout
-    if layout.packed or layout.side is Side.BOTH:
-        return {}
+    order = Order.BATCH_MAJOR if layout.order is Order.SEQUENCE_MAJOR else Order.SEQUENCE_MAJOR
     side = Side.RIGHT if layout.side is Side.LEFT else Side.LEFT
-    return {
-        f"padding on the {side}, where {layout.side} is declared": lambda: replace(layout, side=side).rows(one.call.lengths, one.call.rank)
+    others = {
+        f"a {'padded batch' if layout.packed else 'pack'}, where a {'pack' if layout.packed else 'padded batch'} is declared": replace(
+            layout, packed=not layout.packed
+        )
     }
+    if not layout.packed:
+        others[f"{order} order, where {layout.order} is declared"] = replace(layout, order=order)
+        if layout.side is not Side.BOTH:
+            others[f"padding on the {side}, where padding on the {layout.side} is declared"] = replace(layout, side=side)
+    return {name: partial(other.rows, one.call.lengths, one.call.rank) for name, other in others.items()}
 
 
 @layout_check(

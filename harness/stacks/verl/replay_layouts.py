@@ -24,7 +24,7 @@ from rollproof.replay.layouts.packing import Alignment
 from rollproof.replay.layouts.padding import Fill, Side
 from rollproof.stacks.megatron_rank import megatron_config, megatron_rank
 
-__all__ = ["VerlR2", "VerlR3", "VerlR3Contiguous", "VerlSamples"]
+__all__ = ["VerlPadded", "VerlR2", "VerlR3", "VerlR3Contiguous", "VerlSamples"]
 
 _FULL = Layout(
     num_layers=4,
@@ -94,19 +94,15 @@ class VerlR3:
             return scatter_to_sequence_parallel_region(torch.as_tensor(rows))
 
     def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[int, Any]:
-        """``set_router_replay_data`` on the routers of one pipeline rank, which Megatron builds chunk by chunk."""
-        from verl.utils.megatron import router_replay_utils as utils
+        """``set_router_replay_data`` on one sequence, which stays as it is."""
+        return _installed(layout, _nested([rows]), rank, chunk)
 
-        mesh = layout.mesh
-        owned = [layer for v in range(mesh.vpp) for layer in layout.routers(rank.pp, v)]
-        routers = utils.RouterReplay.router_instances = [_router(utils) for _ in owned]
-        try:
-            with megatron_rank(mesh, rank), mock.patch.object(utils, "device_name", "cpu"):
-                if layout.routers(rank.pp, chunk):
-                    utils.set_router_replay_data(_nested([rows]), None, megatron_config(layout), vp_rank=chunk)
-        finally:
-            utils.RouterReplay.router_instances = []
-        return {layer: router.target_topk_idx for layer, router in zip(owned, routers, strict=True) if router.target_topk_idx is not None}
+    def targets(self, layout: Layout, payloads: Sequence[IntArray], lengths: Sequence[int], rank: Rank, chunk: int) -> dict[int, Any]:
+        """``align_r3_router_replay_data``, then ``set_router_replay_data``."""
+        from verl.utils.megatron.router_replay_utils import align_r3_router_replay_data
+
+        routes = align_r3_router_replay_data(_nested(payloads), _nested([np.arange(length) for length in lengths]))
+        return _installed(layout, routes, rank, chunk)
 
     def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[int]:
         """``get_current_rank_layer_info``."""
@@ -132,11 +128,18 @@ class VerlR3:
         return rows[0], params.cu_seqlens_q_padded
 
 
+class VerlPadded(VerlR3):
+    """As ``VerlR3`` with ``use_remove_padding=False``: the engine feeds what ``preprocess_bshd_engine`` makes, a padded batch."""
+
+    layout: ClassVar[Layout] = replace(_FULL, packed=False, side=Side.RIGHT)
+    complete = unpack = pack = context = context_merge = select = stage_layers = routers = tensor_slice = None  # type: ignore[assignment]
+
+
 class VerlR3Contiguous(VerlR3):
     """As ``VerlR3``, with the contiguous division that DeepSeek-V4's attention asks for."""
 
     layout: ClassVar[Layout] = replace(_FULL, context=Context.CONTIGUOUS, alignment=Alignment(by=("tp", "cp")))
-    complete = unpack = pack = select = stage_layers = routers = tensor_slice = None  # type: ignore[assignment]  # as in VerlR3
+    complete = unpack = pack = select = targets = stage_layers = routers = tensor_slice = None  # type: ignore[assignment]  # as in VerlR3
 
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> Any:
         """``preprocess_thd_engine``; a megatron-core that cannot say ``cp_partition_mode`` is given a field for it."""
@@ -153,7 +156,7 @@ class VerlR2(VerlR3):
     """Routes that the trainer recorded: payloads have columns for MoE layers only, and ranks and chunks are merged."""
 
     layout: ClassVar[Layout] = replace(_FULL, layer_axis="moe")  # type: ignore[arg-type]  # a plain string is accepted
-    complete = unpack = pack = context = context_merge = stage_layers = tensor_slice = None  # type: ignore[assignment]  # as in VerlR3
+    complete = unpack = pack = context = context_merge = targets = stage_layers = tensor_slice = None  # type: ignore[assignment]  # as in VerlR3
 
     def supports(self, function: str, layout: Layout) -> str | None:
         """Stages are gathered over a pipeline; a single rank gathers nothing."""
@@ -228,6 +231,20 @@ class VerlSamples:
             batch_size=len(batch),
         )
         return list(left_right_2_no_padding(data)["routed_experts"].unbind())
+
+
+def _installed(layout: Layout, routes: Any, rank: Rank, chunk: int) -> dict[int, Any]:
+    """What ``set_router_replay_data`` installs in the routers of one chunk, by layer; Megatron builds a rank's routers chunk by chunk."""
+    from verl.utils.megatron import router_replay_utils as utils
+
+    owned = [layer for v in range(layout.mesh.vpp) for layer in layout.routers(rank.pp, v)]
+    routers = [_router(utils) for _ in owned]
+    registry = mock.patch.object(utils.RouterReplay, "router_instances", routers)
+    with registry, megatron_rank(layout.mesh, rank), mock.patch.object(utils, "device_name", "cpu"):
+        if layout.routers(rank.pp, chunk):
+            utils.set_router_replay_data(routes, None, megatron_config(layout), vp_rank=chunk)
+    found = zip(owned, routers, strict=True)
+    return {layer: router.target_topk_idx for layer, router in found if router.target_topk_idx is not None}
 
 
 def _selected(samples: Sequence[tuple[IntArray, IntArray]], indexes: Sequence[int]) -> list[tuple[Any, Any]]:
