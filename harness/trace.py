@@ -391,27 +391,34 @@ _E = TypeVar("_E", bound=Event)
 
 
 class Recorder:
-    """Stamps events with index and time, keeps them, and hands them on to sinks. Not thread-safe: one run, one recorder."""
+    """Stamps events with index and time, keeps them, and hands them on to sinks. Not thread-safe: one run, one recorder.
 
-    def __init__(self, clock: Callable[[], float], sinks: Iterable[TraceSink] = ()) -> None:
+    With ``keep=False`` only the sinks have them: for a server that runs for days.
+    """
+
+    def __init__(self, clock: Callable[[], float], sinks: Iterable[TraceSink] = (), *, keep: bool = True) -> None:
         self._clock = clock
         self._sinks = tuple(sinks)
         self._events: list[Event] = []
+        self._count = 0
+        self._keep = keep
 
     def record(self, event: _E) -> _E:
         """Stamp and keep ``event``; returns the stamped one. A fresh event is stamped in place, one of another trace is copied."""
         stamped = event if event.index < 0 else replace(event)
         # a recorder owns what it is handed: copying every event would cost as much as all else that a run records
-        object.__setattr__(stamped, "index", len(self._events))
+        object.__setattr__(stamped, "index", self._count)
         object.__setattr__(stamped, "time", self._clock())
-        self._events.append(stamped)
+        self._count += 1
+        if self._keep:
+            self._events.append(stamped)
         for sink in self._sinks:
             sink.append(stamped)
         return stamped
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Everything recorded so far."""
+        """Everything recorded so far, where it is kept."""
         return tuple(self._events)
 
     def trace(self, header: Header) -> Trace:

@@ -17,6 +17,7 @@ from rollproof.cli.doctor import doctor
 from rollproof.cli.gap import gap
 from rollproof.cli.known_bugs import known_bugs
 from rollproof.cli.replay import replay
+from rollproof.cli.serve import serve
 from rollproof.cli.streams import stdout_failure
 from rollproof.cli.verify import verify
 from rollproof.errors import ConformanceError, RollproofError
@@ -42,7 +43,7 @@ app: typer.Typer = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (verify, check, replay, gap, known_bugs, checks, doctor):
+for _command in (verify, check, replay, gap, serve, known_bugs, checks, doctor):
     app.command(_command.__name__.replace("_", "-"))(_command)
 
 
