@@ -12,6 +12,7 @@ __all__ = [
     "EngineRefused",
     "EngineStartError",
     "ExpectationError",
+    "ExtraError",
     "LayoutError",
     "GapError",
     "ReplayError",
@@ -60,6 +61,10 @@ class StackError(RollproofError, ImportError):
 
 class ExpectationError(RollproofError, ValueError):
     """A file of expected failures is malformed, names an unknown check, or lists one that passes."""
+
+
+class ExtraError(RollproofError, ImportError):
+    """Something was asked for whose packages are not installed; the text names the extra that brings them."""
 
 
 class GapError(RollproofError, ValueError):

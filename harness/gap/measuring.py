@@ -54,6 +54,7 @@ def measure_pairs(pairs: TokenPairs, *, limits: Limits, subject: str = "gap", re
         causes=diagnose(pairs, buckets, failing=failing),
         buckets=buckets,
         notes=tuple(_notes(pairs, panel, limits)),
+        pairs=pairs,
     )
 
 

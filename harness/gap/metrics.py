@@ -71,9 +71,10 @@ def _ess(sums: FloatArray) -> FloatArray:
     return _ratio(sums[..., PLACE["rho"]] ** 2, sums[..., PLACE["finite"]] * sums[..., PLACE["rho2"]])
 
 
-def _deviation(sums: FloatArray) -> FloatArray:
+def _deviation(sums: FloatArray, first: str, second: str) -> FloatArray:
+    """Standard deviation of what adds up to ``first``, and its square to ``second``; with n - 1, as torch.std has it."""
     n = sums[..., PLACE["finite"]]
-    variance = _ratio(sums[..., PLACE["diff_prob2"]], n) - _ratio(sums[..., PLACE["diff_prob"]], n) ** 2
+    variance = _ratio(sums[..., PLACE[second]], n) - _ratio(sums[..., PLACE[first]], n) ** 2
     return np.sqrt(np.maximum(variance * _ratio(n, n - 1), 0.0))
 
 
@@ -89,7 +90,7 @@ _LIST = (
         formula="mean of rho - 1 - d: estimates KL(rollout || trainer), never negative",
         scale=Scale.POSITIVE,
         above="k3",
-        aliases=("rollout_corr/k3_kl", "mismatch_kl", "gen_kl_error", "train_rollout_kl"),
+        aliases=("rollout_corr/k3_kl", "mismatch_kl", "gen_kl_error"),
     ),
     Metric(
         name="k1",
@@ -106,13 +107,28 @@ _LIST = (
         scale=Scale.POSITIVE,
         above="k3_winsor",
     ),
-    Metric(name="k3_sequence_mean", formula="mean over sequences of their mean k3", scale=Scale.POSITIVE, above="seq_k3", below="seq_n"),
+    Metric(
+        name="k3_sequence_mean",
+        formula="mean over sequences of their mean k3",
+        scale=Scale.POSITIVE,
+        above="seq_k3",
+        below="seq_n",
+        # slime and miles average per sample, and clip a token's k3 at 10
+        aliases=("train_rollout_kl",),
+    ),
     Metric(
         name="abs_diff_mean",
         formula="mean of |d|",
         scale=Scale.POSITIVE,
         above="abs",
-        aliases=("sampling/sampling_logp_difference/mean",),
+        aliases=("sampling/sampling_logp_difference/mean", "policy/rollout_train_logprobs_abs_diff_mean"),
+    ),
+    Metric(
+        name="abs_diff_std",
+        formula="standard deviation of |d|",
+        scale=Scale.OTHER,
+        function=lambda sums: _deviation(sums, "abs", "d2"),
+        aliases=("policy/rollout_train_logprobs_abs_diff_std",),
     ),
     Metric(
         name="abs_diff_sequence_mean",
@@ -152,7 +168,7 @@ _LIST = (
         name="prob_diff_std",
         formula="standard deviation of |exp(trainer) - exp(rollout)|",
         scale=Scale.OTHER,
-        function=_deviation,
+        function=lambda sums: _deviation(sums, "diff_prob", "diff_prob2"),
         aliases=("training/rollout_probs_diff_std",),
     ),
     Metric(

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollproof.console import Line, Style
+from rollproof.console import Line, Style, text_of
+from rollproof.errors import ConformanceError, UsageError
 from rollproof.gap.buckets import Bucket
 from rollproof.gap.diagnosis import Cause
 from rollproof.gap.intervals import Interval
-from rollproof.gap.limits import GapVerdict, Limit, Limits
+from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
+from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel
 
 __all__ = ["GAP_SCHEMA", "GapReport", "gap_lines"]
 
 GAP_SCHEMA = 1
+_WIDTH = 118
 FEW_SEQUENCES = 16
 """Below this many sequences intervals over sequences cannot be trusted, whatever they say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GapReport:
-    """A panel, its limits, and what follows. ``verdicts`` has an entry for each metric with a limit that could be measured."""
+    """A panel, its limits, and what follows. ``verdicts`` has an entry for each metric with a limit that could be measured.
+
+    ``pairs`` are the tokens themselves, for pictures of them: keep a report only as long as you would keep those.
+    """
 
     subject: str
     panel: Panel
@@ -32,6 +39,7 @@ class GapReport:
     causes: tuple[Cause, ...]
     buckets: Mapping[str, tuple[Bucket, ...]]
     notes: tuple[str, ...]
+    pairs: TokenPairs
 
     @property
     def verdict(self) -> GapVerdict:
@@ -51,6 +59,23 @@ class GapReport:
         few = self.panel.n_tokens * FEW_SEQUENCES / max(self.panel.n_sequences, 1)
         return max([tokens for tokens in needed if tokens is not None] + [math.ceil(few)] * (self.panel.n_sequences < FEW_SEQUENCES))
 
+    def aliased(self) -> dict[str, float]:
+        """The numbers under the names that verl, NeMo-RL, slime, prime-rl, TRL, SkyRL and others log; NaN where nothing was measured."""
+        from rollproof.gap.aliases import aliased
+
+        return aliased(self)
+
+    def require(self, *, inconclusive: str = "fail") -> None:
+        """Raise ``ConformanceError`` (an ``AssertionError``) with the report's lines unless the verdict is pass.
+
+        ``inconclusive="allow"`` lets a measurement through that decided nothing: an undecided one never counts as passed otherwise.
+        """
+        if inconclusive not in ("fail", "allow"):
+            raise UsageError(f"inconclusive={inconclusive!r} is not one of: fail, allow.")
+        undecided = self.verdict is GapVerdict.INCONCLUSIVE
+        if self.verdict is GapVerdict.FAIL or (undecided and inconclusive == "fail"):
+            raise ConformanceError(text_of(gap_lines(self)))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON report, schema 1: keys may be added."""
         return {
@@ -66,6 +91,7 @@ class GapReport:
             "metrics": {name: self._metric(name, interval) for name, interval in self.panel.metrics.items()},
             "diagnosis": [cause.to_dict() for cause in self.causes],
             "buckets": {name: [bucket.to_dict() for bucket in row] for name, row in self.buckets.items()},
+            "aliases": {name: _number(value) for name, value in self.aliased().items()},
             "worst": [dict(token) for token in self.panel.worst],
             "per_layer": [] if self.panel.agreement is None else self.panel.agreement.per_layer.tolist(),
             "notes": list(self.notes),
@@ -101,28 +127,32 @@ _SHOWN = ("k1", "k3_winsorised", "abs_diff_p99", "abs_diff_p999", "abs_diff_max"
 
 
 def gap_lines(report: GapReport) -> Iterator[Line]:
-    """The report for a person: verdict, metrics with limits, the others in short, causes, worst token."""
+    """The report for a person, within 120 columns: verdict, metrics with limits and their sources, the others, causes, worst token."""
     panel = report.panel
-    yield Style.TITLE, f"{report.subject}  [{panel.n_tokens:,} tokens in {panel.n_sequences:,} sequences, limits {report.limits.profile}]"
+    yield (
+        Style.TITLE,
+        _wrapped(
+            f"{report.subject}  [{panel.n_tokens:,} tokens in {panel.n_sequences:,} sequences, limits {report.limits.profile}]", "    "
+        ),
+    )
     if panel.n_nonfinite:
         yield Style.BAD, f"  FAIL  {panel.n_nonfinite:,} tokens have a logprob that is not finite; no metric includes them"
-    for name, interval in panel.metrics.items():
-        limit = report.limits.limits.get(name)
-        if name in report.verdicts and limit is not None:
-            yield from _limited(name, interval, limit, report.verdicts[name], panel.n_tokens)
+    yield Style.FAINT, _ROW.format("", "metric", "value", "95 % interval", "healthy", "limit").rstrip()
+    for name, verdict in report.verdicts.items():
+        yield from _limited(panel.metrics[name], report.limits.limits[name], verdict, panel.n_tokens)
     for name in _SHOWN:
         if name not in report.verdicts:
-            yield Style.FAINT, f"        {name:<24} {_told(panel.metrics[name])}"
+            yield Style.FAINT, _ROW.format("", name, *_told(panel.metrics[name]), "", "").rstrip()
     for cause in report.causes:
         style = Style.GOOD if cause.harmless else Style.BAD
-        yield style, f"  diagnosis: {cause.name} (confidence {cause.confidence:.2f}): {cause.because}"
+        yield style, _wrapped(f"  diagnosis: {cause.name} (confidence {cause.confidence:.2f}): {cause.because}", " " * 13)
         if cause.advice:
-            yield Style.PLAIN, f"             {cause.advice}"
+            yield Style.PLAIN, _wrapped(f"{' ' * 13}{cause.advice}", " " * 13)
     if panel.worst:
         token = panel.worst[0]
-        yield Style.PLAIN, "  worst token: " + ", ".join(f"{key} {_short(value)}" for key, value in token.items())
+        yield Style.PLAIN, _wrapped("  worst token: " + ", ".join(f"{key} {_short(value)}" for key, value in token.items()), " " * 15)
     for note in report.notes:
-        yield Style.DOUBT, f"  note: {note}"
+        yield Style.DOUBT, _wrapped(f"  note: {note}", " " * 8)
     word, style = _WORDS[report.verdict]
     more = (
         f", about {report.required_n:,} tokens of such sequences would decide"
@@ -132,21 +162,30 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
     yield style, f"  {word}{more}"
 
 
-def _limited(name: str, interval: Interval, limit: Limit, verdict: GapVerdict, tokens: int) -> Iterator[Line]:
+_ROW = "  {:<12} {:<28} {:>10}  {:<24} {:>9}  {:<10}"
+"""Verdict, metric, value, interval, what is healthy, limit: 100 columns."""
+_SIGNS: Mapping[Side, str] = {Side.ABOVE: "<=", Side.BELOW: ">=", Side.BOTH: "+-"}
+_INDENT = " " * 15
+
+
+def _limited(interval: Interval, limit: Limit, verdict: GapVerdict, tokens: int) -> Iterator[Line]:
     word, style = _WORDS[verdict]
-    sign = {"above": "<=", "below": ">=", "both": "within +-"}[str(limit.side)]
-    text = f"  {word:<5} {name:<24} {_told(interval)}  limit {sign} {limit.fail:.3g} ({limit.source})"
+    yield style, _ROW.format(word, limit.metric, *_told(interval), f"{limit.target:.3g}", f"{_SIGNS[limit.side]} {limit.fail:.3g}").rstrip()
     if verdict is GapVerdict.INCONCLUSIVE:
         needed = limit.tokens_needed(interval, tokens)
-        text += f"; about {needed:,} tokens would decide" if needed else "; more sequences are needed"
-    yield style, text
+        yield style, f"{_INDENT}about {needed:,} tokens would decide" if needed else f"{_INDENT}more sequences are needed"
+    yield Style.FAINT, _INDENT + textwrap.shorten(limit.source, _WIDTH - len(_INDENT), placeholder=" ...")
 
 
-def _told(interval: Interval) -> str:
+def _told(interval: Interval) -> tuple[str, str]:
+    """Value and interval in words."""
     if math.isnan(interval.value):
-        return "not measured"
-    bounds = "" if math.isnan(interval.low) else f" [{interval.low:.3g}, {interval.high:.3g}]"
-    return f"{interval.value:.3g}{bounds}"
+        return "-", "not measured"
+    return f"{interval.value:.3g}", "" if math.isnan(interval.low) else f"[{interval.low:.3g}, {interval.high:.3g}]"
+
+
+def _wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _short(value: Any) -> str:

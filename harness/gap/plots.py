@@ -1,0 +1,363 @@
+"""Plots: the pictures of a gap as figures, narrow enough for a phone, each with what it shows in words.
+
+Imports matplotlib, which comes with the extra ``report``. Colours are Okabe and Ito's, which colour-blind people tell apart;
+no picture depends on colour alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+
+from rollproof.gap.buckets import Bucket
+from rollproof.gap.intervals import Interval
+from rollproof.gap.limits import Limit, Side
+from rollproof.gap.pictures import LARGE, density, layer_map, tail, timelines
+
+if TYPE_CHECKING:
+    from rollproof.gap.comparison import Comparison
+    from rollproof.gap.report import GapReport
+
+__all__ = ["COLOURS", "RC", "Plot", "draw_plots"]
+
+COLOURS: Mapping[str, str] = {
+    "ink": "#1b1b1c",
+    "muted": "#66676b",
+    "grid": "#d9dadd",
+    "blue": "#0072b2",
+    "vermilion": "#d55e00",
+    "green": "#009e73",
+    "orange": "#e69f00",
+    "sky": "#56b4e9",
+    "purple": "#cc79a7",
+}
+"""Names and light colours; the page puts its variables of these names in their place."""
+_INK, _MUTED, _GRID, _BLUE, _RED = (COLOURS[name] for name in ("ink", "muted", "grid", "blue", "vermilion"))
+_CYCLE = ("blue", "orange", "green", "purple", "sky", "vermilion")
+_WIDTH = 5.0
+"""Inches. A phone shows such a figure at about its own size, so that its text stays readable."""
+RC: Mapping[str, Any] = {
+    "font.size": 9,
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names come from the user's file: a dollar sign is no formula
+    "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "axes.titlecolor": _INK,
+    "axes.unicode_minus": False,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "text.color": _INK,
+    "grid.color": _GRID,
+    "figure.constrained_layout.use": True,
+}
+_LAYERS = 96
+"""Rows of the heat map; a deeper model's layers share them."""
+_SHADES = 6
+_NAMES: Mapping[str, str] = {
+    "staleness": "age of the weights, in versions",
+    "since_resume": "tokens since a resume",
+    "part": "part of the sequence",
+    "replica": "engine replica",
+    "version": "weight version",
+    "position_decile": "place in the sequence, 0 to 1",
+    "rollout_logprob_decile": "rollout logprob, in nats",
+}
+"""What a row of buckets is by."""
+_Axes: TypeAlias = Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plot:
+    """A figure with its file name, title and what to see in it."""
+
+    name: str
+    title: str
+    about: str
+    figure: Figure
+
+
+def draw_plots(report: GapReport, comparison: Comparison | None = None) -> Iterator[Plot]:
+    """Every plot that the report's data allow, in the order of the page."""
+    with rc_context(dict(RC)):
+        for maker in _MAKERS:
+            plot = maker(report)
+            if plot is not None:
+                yield plot
+        for row, buckets in report.buckets.items():
+            yield _drift(row, buckets)
+        if comparison is not None:
+            yield _effects(comparison)
+
+
+def _limits(report: GapReport) -> Plot | None:
+    rows = [(name, report.panel.metrics[name], report.limits.limits[name]) for name in report.verdicts]
+    rows = [row for row in rows if row[2].fail > 0 and math.isfinite(row[1].value)]
+    if not rows:
+        return None
+    figure, axes = _figure(0.9 + 0.27 * len(rows))
+    floor = 1e-4
+    for place, (name, interval, limit) in enumerate(rows):
+        value, low, high = (max(end, floor) for end in _against_limit(interval, limit))
+        colour = {"pass": COLOURS["green"], "fail": _RED}.get(str(report.verdicts[name]), COLOURS["orange"])
+        axes.plot([low, high], [place, place], color=colour, lw=2.2, solid_capstyle="butt")
+        axes.plot(value, place, {"pass": "o", "fail": "X"}.get(str(report.verdicts[name]), "D"), color=colour, ms=6)
+        target = _badness(limit.target, limit)
+        if target > 0:
+            axes.plot(max(target / _badness(limit.fail, limit), floor), place, "|", color=_MUTED, ms=9, mew=1.2)
+    axes.axvline(1.0, color=_INK, lw=1)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("distance from a perfect match, as a share of the limit")
+    axes.grid(axis="x")
+    return Plot(
+        name="limits",
+        title="Each metric against its limit",
+        about="Beyond the line at 1 a limit is broken. Bars are 95 % intervals; the tick is what a healthy run of this class shows."
+        " Round: pass, cross: fail, diamond: undecided.",
+        figure=figure,
+    )
+
+
+def _badness(value: float, limit: Limit) -> float:
+    """The distance from a perfect match: 1 for a correlation and for a ratio, else 0."""
+    if limit.side is Side.BELOW:
+        return max(1.0 - value, 0.0)
+    ideal = 1.0 if limit.metric.startswith("token_mult_prob_error") else 0.0
+    return abs(value - ideal)
+
+
+def _against_limit(interval: Interval, limit: Limit) -> tuple[float, float, float]:
+    value, low, high = (_badness(end, limit) if math.isfinite(end) else math.nan for end in (interval.value, interval.low, interval.high))
+    low, high = (value, value) if math.isnan(low) or math.isnan(high) else (min(low, high), max(low, high))
+    if limit.side is Side.BOTH and interval.low < 0 < interval.high:
+        low = 0.0
+    room = _badness(limit.fail, limit)
+    return value / room, low / room, high / room
+
+
+def _scatter(report: GapReport) -> Plot | None:
+    found = density(report.pairs)
+    if found is None:
+        return None
+    figure, axes = _figure(4.4)
+    shades = _shaded(axes, found.edges, found.edges, found.counts.astype(float), log=True)
+    low = float(found.edges[0])
+    axes.plot([low, 0], [low, 0], color=_RED, lw=1, ls=(0, (4, 3)))
+    axes.set(xlim=(low, 0), ylim=(low, 0), xlabel="rollout logprob (nats)", ylabel="trainer logprob (nats)", aspect="equal")
+    _legend(axes, shades, "tokens")
+    cut = f" {found.cut:,} tokens below {low:.0f} nats are counted in the outermost cells." if found.cut else ""
+    return Plot(
+        name="scatter",
+        title="Rollout against trainer",
+        about="Tokens by their two logprobs; equal ones lie on the dashed line. A tilt is a temperature, a shift to one side a truncated"
+        f" support, a cloud without a line a misalignment.{cut}",
+        figure=figure,
+    )
+
+
+def _tail(report: GapReport) -> Plot | None:
+    found = tail(report.pairs)
+    if found is None:
+        return None
+    figure, axes = _figure(3.3)
+    axes.plot(found.size, found.share, color=_BLUE, lw=1.8, drawstyle="steps-post")
+    axes.set(xscale="log", yscale="log", xlabel="|d| (nats)", ylabel="share of tokens beyond")
+    least = max(float(found.size[-1]) * 1e-6, float(found.size[0]))
+    axes.set_xlim(left=least, right=float(found.size[-1]) * 3)
+    for name, label, place in (("abs_diff_p50", "p50", 0.5), ("abs_diff_p99", "p99", 0.01), ("abs_diff_p999", "p99.9", 0.001)):
+        value = report.panel.metrics[name].value
+        if value > least:
+            axes.plot(value, place, "o", color=_RED, ms=5)
+            axes.annotate(label, (value, place), xytext=(6, 3), textcoords="offset points")
+    for tau in (2, 10):
+        if least < math.log(tau) < float(found.size[-1]) * 3:
+            axes.axvline(math.log(tau), color=_MUTED, lw=0.8, ls=":")
+            axes.annotate(f"F({tau})", (math.log(tau), 1.0), xytext=(3, -9), textcoords="offset points", color=_MUTED)
+    axes.grid()
+    zero = f" {found.zero:.1%} of the tokens have equal logprobs." if found.zero else ""
+    return Plot(
+        name="tail",
+        title="How large |d| gets",
+        about="The share of tokens whose logprobs differ by more, both axes on a log scale. A bend that flattens to the right is a"
+        f" second, rarer cause; a straight fall is noise.{zero}",
+        figure=figure,
+    )
+
+
+def _layers(report: GapReport) -> Plot | None:
+    found = layer_map(report.pairs)
+    if found is None:
+        return None
+    mismatch = found.mismatch
+    layers, columns = mismatch.shape
+    figure, axes = _figure(min(1.5 + 0.24 * layers, 5.5))
+    if layers > _LAYERS:
+        cuts = np.array_split(np.arange(layers), _LAYERS)
+        mismatch = np.stack([np.nanmean(mismatch[rows], axis=0) for rows in cuts])
+    steps = np.linspace(0, layers, len(mismatch) + 1)
+    shades = _shaded(axes, np.linspace(0, 1, columns + 1), steps, mismatch, log=False)
+    axes.set(xlim=(0, 1), ylim=(layers, 0), xlabel="place in the sequence, 0 to 1", ylabel="layer of the routes' axis")
+    if layers <= 16:
+        axes.set_yticks(np.arange(layers) + 0.5, [str(layer) for layer in range(layers)])
+    _legend(axes, shades, "slots that differ", percent=True)
+    return Plot(
+        name="routers",
+        title="Where the experts differ",
+        about="Share of expert slots that the other side did not choose, by layer and place. A full layer is a shifted or an empty"
+        " one, a full column a misaligned end; numerics grow slowly with depth.",
+        figure=figure,
+    )
+
+
+def _timelines(report: GapReport) -> Plot | None:
+    rows = timelines(report.pairs)
+    if not rows:
+        return None
+    figure, axes = _figure(1.1 + 0.42 * len(rows))
+    versions = list(dict.fromkeys(sorted((run.version for row in rows for run in row.runs), key=_version_order)))
+    end = max(run.last for row in rows for run in row.runs)
+    for place, row in enumerate(rows):
+        for run in row.runs:
+            colour = COLOURS[_CYCLE[versions.index(run.version) % len(_CYCLE)]] if run.version is not None else _MUTED
+            axes.barh(place, run.last - run.first, left=run.first, height=0.42, color=colour, alpha=0.65, lw=0)
+            if run.version is not None and run.last - run.first > 0.06 * end:
+                label = _cut(f"v{run.version}", 8)
+                axes.text((run.first + run.last) / 2, place, label, ha="center", va="center", fontsize=8)
+        if row.worst:
+            axes.plot([at for at, _ in row.worst], [place - 0.33] * len(row.worst), "v", color=_RED, ms=3.5)
+        if row.resumes:
+            axes.vlines(row.resumes, place - 0.3, place + 0.3, color=_INK, lw=1.6)
+    axes.set_yticks(range(len(rows)), [_cut(row.sequence, 14) for row in rows])
+    axes.set(xlim=(0, end), ylim=(len(rows) - 0.4, -0.7), xlabel="position (tokens)", ylabel="sequence")
+    return Plot(
+        name="timeline",
+        title="Token timelines",
+        about="Sequences with the most versions and resumes. Colour and label: the version that sampled; bars across: aborted and"
+        f" resumed there; triangles: |d| above {LARGE}. Triangles behind a bar point to the resume, triangles in one colour to a version.",
+        figure=figure,
+    )
+
+
+def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
+    figure = Figure(figsize=(_WIDTH, 1.1 + 0.26 * len(buckets)))
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, label, name in ((left, "k3 (nats)", "k3"), (right, "mean |d| (nats)", "abs_diff")):
+        values = [getattr(bucket, name) for bucket in buckets]
+        shown = [value for interval in values for value in (interval.value, interval.low, interval.high) if value > 0]
+        floor = min(shown, default=1.0)
+        for place, interval in enumerate(values):
+            if math.isfinite(interval.low) and math.isfinite(interval.high):
+                axes.plot([max(interval.low, floor), max(interval.high, floor)], [place, place], color=_BLUE, lw=2, solid_capstyle="butt")
+            if math.isfinite(interval.value):
+                axes.plot(max(interval.value, floor), place, "o", color=_BLUE, ms=4.5)
+        if shown and max(shown) > 8 * floor:
+            axes.set_xscale("log")
+        else:
+            axes.set_xlim(left=0.0)
+            axes.locator_params(axis="x", nbins=4)
+        axes.set_xlabel(label)
+        axes.grid(axis="x")
+    left.set_yticks(range(len(buckets)), [_cut(bucket.label, 18) for bucket in buckets])
+    left.set_ylabel(_NAMES.get(row, row))
+    left.set_ylim(len(buckets) - 0.5, -0.5)
+    return Plot(
+        name=f"by-{row.replace('_', '-')}",
+        title=f"By {_NAMES.get(row, row)}",
+        about="Each part of the tokens alone, with its 95 % interval; parts whose intervals do not overlap differ by more than chance.",
+        figure=figure,
+    )
+
+
+def _effects(comparison: Comparison) -> Plot:
+    rows = [("this", effect) for effect in comparison.effects]
+    rows += [(f"control: {name}", effect) for name, row in comparison.controls.items() for effect in row]
+    figure, axes = _figure(1.1 + 0.32 * len(rows))
+    for place, (_, effect) in enumerate(rows):
+        colour, mark = {"pass": (COLOURS["green"], "o"), "fail": (_RED, "X")}.get(str(effect.verdict), (COLOURS["orange"], "D"))
+        if effect.ratio.value > 0:
+            axes.plot(effect.ratio.value, place, mark, color=colour, ms=6)
+        if effect.ratio.low > 0:
+            axes.plot([effect.ratio.low, effect.ratio.high], [place, place], color=colour, lw=2.2, solid_capstyle="butt")
+    axes.axvline(1.0, color=_INK, lw=1)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), [f"{_cut(name, 22)}, {effect.metric}" for name, effect in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel(f"ratio to {_cut(comparison.against, 30)}")
+    axes.grid(axis="x")
+    return Plot(
+        name="comparison",
+        title="Replay on and off",
+        about="Ratios on the same tokens, with 95 % intervals. Replay is to come out left of 1; a control with wrong routes right of it.",
+        figure=figure,
+    )
+
+
+_MAKERS: Sequence[Callable[[GapReport], Plot | None]] = (_limits, _scatter, _tail, _layers, _timelines)
+
+
+def _figure(height: float) -> tuple[Figure, _Axes]:
+    figure = Figure(figsize=(_WIDTH, height))
+    return figure, figure.subplots()
+
+
+def _shaded(axes: _Axes, across: Any, down: Any, values: Any, *, log: bool) -> list[tuple[float, float, float]]:
+    """Cells of ``values`` ``(rows, columns)`` as one outline a shade (small, and readable on any ground): ``(from, to, alpha)`` of each."""
+    known = values[np.isfinite(values) & (values > 0)]
+    if not len(known):
+        return []
+    least, most = (float(known.min()), float(known.max())) if log else (0.0, float(known.max()))
+    ends = np.geomspace(least, most, _SHADES + 1) if log and most > least else np.linspace(least, most, _SHADES + 1)
+    shade = np.clip(np.searchsorted(ends, values, side="right") - 1, 0, _SHADES - 1)
+    out = []
+    for level in range(_SHADES):
+        cells = np.argwhere((shade == level) & np.isfinite(values) & (values > 0))
+        alpha = 0.14 + 0.86 * level / (_SHADES - 1)
+        out.append((float(ends[level]), float(ends[level + 1]), alpha))
+        if len(cells):
+            outline = Outline.make_compound_path(*(_cell(across, down, row, column) for row, column in cells))
+            axes.add_patch(PathPatch(outline, facecolor=_BLUE, alpha=alpha, lw=0))
+    return out
+
+
+def _cell(across: Any, down: Any, row: int, column: int) -> Outline:
+    left, right, top, bottom = across[column], across[column + 1], down[row], down[row + 1]
+    return Outline([(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], closed=True)
+
+
+def _legend(axes: _Axes, shades: Sequence[tuple[float, float, float]], title: str, *, percent: bool = False) -> None:
+    if not shades:
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=_MUTED)
+        return
+    told = (lambda value: f"{value:.1%}") if percent else (lambda value: f"{value:,.0f}")
+    handles = [
+        PathPatch(Outline.unit_rectangle(), facecolor=_BLUE, alpha=alpha, lw=0, label=f"{told(low)} to {told(high)}")
+        for low, high, alpha in reversed(shades)
+    ]
+    axes.legend(
+        handles=handles, title=title, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8, title_fontsize=8, handlelength=1.2
+    )
+
+
+def _cut(text: str, most: int) -> str:
+    clean = "".join(char if char.isprintable() else "?" for char in text)
+    return clean if len(clean) <= most else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _version_order(version: Any) -> tuple[bool, float, str]:
+    number = isinstance(version, int | float)
+    return not number, float(version) if number else 0.0, str(version)
