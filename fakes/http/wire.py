@@ -19,7 +19,7 @@ __all__ = ["as_described", "as_int32", "as_npy", "compact"]
 
 def as_int32(routes: IntArray) -> str:
     """Base64 of the rows as little-endian int32 in C order, without a shape: SGLang's ``meta_info["routed_experts"]``."""
-    return base64.b64encode(np.ascontiguousarray(routes, dtype="<i4")).decode("ascii")
+    return base64.b64encode(np.ascontiguousarray(routes, dtype="<i4").tobytes()).decode("ascii")
 
 
 def compact(routes: IntArray) -> tuple[str, str]:
@@ -27,7 +27,7 @@ def compact(routes: IntArray) -> tuple[str, str]:
     low, high = (int(routes.min()), int(routes.max())) if routes.size else (0, 0)
     name = "int32" if low < 0 or high > 65_535 else "uint8" if high <= 255 else "uint16"
     kind = np.dtype(name).newbyteorder("<")
-    return base64.b64encode(np.ascontiguousarray(routes, dtype=kind)).decode("ascii"), name
+    return base64.b64encode(np.ascontiguousarray(routes, dtype=kind).tobytes()).decode("ascii"), name
 
 
 def as_npy(routes: IntArray) -> str:
@@ -39,4 +39,8 @@ def as_npy(routes: IntArray) -> str:
 
 def as_described(routes: IntArray) -> dict[str, Any]:
     """Base64 of the raw bytes, with shape and dtype beside them."""
-    return {"data": base64.b64encode(np.ascontiguousarray(routes)).decode("ascii"), "shape": list(routes.shape), "dtype": str(routes.dtype)}
+    return {
+        "data": base64.b64encode(np.ascontiguousarray(routes).tobytes()).decode("ascii"),
+        "shape": list(routes.shape),
+        "dtype": str(routes.dtype),
+    }

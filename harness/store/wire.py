@@ -197,7 +197,7 @@ def _codec(hint: Hashable) -> _Codec:
     """The codec of a type hint. Raises ``TypeError`` for one that no trace can hold: a fault of the record, not of a trace."""
     if hint is Any:
         return _Codec(lambda value, _: plain(value), lambda wire, _: read_plain(wire))
-    alias = get_origin(hint)
+    alias: Any = get_origin(hint)
     if hasattr(alias, "__value__"):  # numpy 2.5 makes NDArray a type statement's alias where Python has one
         return _codec(alias.__value__[get_args(hint)])
     if isinstance(hint, type) and issubclass(hint, Enum):
