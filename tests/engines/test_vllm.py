@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def _children() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRun]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
     """Every experiment on the real engine, once; no process, shared memory or temporary folder of it is left."""
     temporary = tmp_path_factory.mktemp("temporary")
     before, shared = _children(), _shared_memory()
@@ -62,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRun]:
     assert [] == sorted(path.name for path in temporary.iterdir())
     assert set() == _children() - before
     assert set() == {path for path in _shared_memory() - shared if not _in_use(path)}
-    yield done
+    return done
 
 
 def _shared_memory() -> set[Path]:
