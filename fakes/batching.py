@@ -126,15 +126,16 @@ class Batch:
         for call in tuple(self.running.values()):
             if call.deferred and self._finished(call):
                 continue
-            if not call.decoding:
+            prompted = call.decoding
+            if not prompted:
                 done = self._prefill(call, chunk)
                 if chunk is not None:
                     chunk -= done
-                if not call.decoding:
-                    continue
-                if len(call.ids) >= call.limit:  # a budget of no tokens: the prompt was computed, and that is all
-                    self.end(call, FinishReason.LENGTH)
-                    continue
+            if not call.decoding:
+                continue
+            if not prompted and len(call.ids) >= call.limit:  # a budget of no tokens: the prompt was computed, and that is all
+                self.end(call, FinishReason.LENGTH)
+                continue
             token = next_token(call.key, call.state)
             call.ids.append(token)
             if call.watched or token == eos or len(call.ids) >= call.limit:

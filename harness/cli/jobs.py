@@ -87,7 +87,7 @@ class _SideBySide:
     def __init__(self, targets: Sequence[Target], progress: Callable[[Progress], None]) -> None:
         self._targets = targets
         self._progress = progress
-        self._todo = iter(enumerate(targets))
+        self._todo: Iterator[tuple[int, Target]] = iter(enumerate(targets))
         self._busy: dict[Connection, int] = {}
         self._reports: dict[int, Report] = {}
 
