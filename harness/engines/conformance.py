@@ -20,15 +20,16 @@ from rollproof.canary import try_canary
 from rollproof.checks import Registry, Verdict, default_registry
 from rollproof.engines.asks import EngineSettings
 from rollproof.engines.attribution import Oracle, attributed
-from rollproof.engines.bench import Bench, Serving
+from rollproof.engines.bench import SERVER, Bench, Serving
 from rollproof.engines.experiments import Experiment, Setting, experiments_for
-from rollproof.errors import EngineDied, EngineError, UsageError
+from rollproof.errors import EngineDied, EngineError, EngineStartError, UsageError
+from rollproof.invariants.engine_calls import BROKEN_OFF
 from rollproof.judge import Tally, judge_events
 from rollproof.progress import Progress
 from rollproof.report import Report
 from rollproof.scenarios import Scenarios
 from rollproof.subjects import EngineSubject
-from rollproof.trace import Trace
+from rollproof.trace import Fault, Header, Trace
 
 __all__ = ["EngineRun", "EngineTarget", "engine_registry", "judged", "run_engine_conformance", "run_experiments"]
 
@@ -137,12 +138,23 @@ class _Main:
             try:
                 await engine.start()
                 await self._on(engine, settings, setting, chosen)
+            except EngineStartError as error:
+                if not self._run.traces:
+                    raise
+                self._not_started(engine, setting, error)
             finally:
                 await engine.stop()
         if not self._run.traces:
             names = sorted({experiment.name for experiment in self._all()})
             raise UsageError(f"No experiment of {sorted(self._only)} can be run on {self._target.name}; there are {names}.")
         return self._run
+
+    def _not_started(self, engine: EngineSubject, setting: Setting, error: EngineStartError) -> None:
+        """What other settings recorded is judged all the same; that this one did not start is a finding beside it."""
+        self._run.notes.append(f"the {setting} setting did not start: {str(error).splitlines()[0]}")
+        header = Header(subject=self._target.name, contract=engine.contract, engine=engine.contract, profile=str(setting), about="engines")
+        told = Fault(index=0, what=BROKEN_OFF, server_id=SERVER, detail=str(error))
+        self._run.traces.append(Trace(header=header, events=(told,)))
 
     def _all(self) -> list[Experiment]:
         return [one for settings in self._target.settings.values() for one in experiments_for(self._target.make(settings).contract)]

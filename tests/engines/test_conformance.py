@@ -153,6 +153,22 @@ def test_an_engine_that_does_not_start_is_an_error_and_is_stopped() -> None:
     assert 1 == _NoStart.stopped
 
 
+class _NoSecondStart(FakeEngineSubject):
+    async def start(self) -> None:
+        if self.settings.kv_tokens is not None:
+            raise EngineStartError("vllm cannot be started: no room\nThe end of its log:\nValueError: KV cache is too small")
+        await super().start()
+
+
+def test_a_setting_that_does_not_start_is_a_finding_beside_the_others() -> None:
+    """What was recorded before is judged; the log's end is in the finding, its first line in the notes."""
+    report = run_engine_conformance(fake_target("vllm", make=lambda settings: _NoSecondStart(settings, "vllm")))
+    assert {"engine.answers"} == _failed(report)
+    (finding,) = next(result for result in report.results if result.id == "engine.answers").findings
+    assert "KV cache is too small" in finding.observed
+    assert ("the crowded setting did not start: vllm cannot be started: no room",) == report.notes
+
+
 class _Interrupted(FakeEngineSubject):
     stopped = 0
 
