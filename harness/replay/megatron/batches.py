@@ -51,11 +51,12 @@ def lengths_of(samples: Sequence[Rollout | None]) -> list[int]:
 
 def dealt(setup: Setup, step: Step, dp: int) -> list[list[tuple[int, Rollout | None]]]:
     """The samples of each microbatch that data-parallel rank ``dp`` has, with their indexes in the step; ``(-1, None)`` for padding."""
-    first, out = 0, []
+    first = 0
+    out: list[list[tuple[int, Rollout | None]]] = []
     most = max(1, *(-(-len(samples) // setup.dp) for samples in step.microbatches))
     for samples in step.microbatches:
-        mine: list[tuple[int, Rollout | None]] = list(enumerate(samples, first))[dp :: setup.dp]
-        out.append(mine + [(-1, None)] * (most - len(mine)))
+        mine = list(enumerate(samples, first))[dp :: setup.dp]
+        out.append([*mine, *[(-1, None)] * (most - len(mine))])
         first += len(samples)
     return out
 
