@@ -38,7 +38,14 @@ class Executed:
 
     @classmethod
     def of(cls, view: StepView, phase: Phase) -> Executed:
-        """The rows of a phase; rows wider than top_k keep their first ids and a mark that makes them equal to no target."""
+        """The rows of a phase, computed once; rows wider than top_k keep their first ids and a mark that equals no target."""
+        found: Executed | None = view.kept.get(phase)
+        if found is None:
+            found = view.kept[phase] = cls._of(view, phase)
+        return found
+
+    @classmethod
+    def _of(cls, view: StepView, phase: Phase) -> Executed:
         top_k = view.contract.top_k or 1
         pieces = []
         for call in view.calls_of("policy", phase):
@@ -138,7 +145,9 @@ def native_choice(view: StepView) -> IntArray | None:
         if other is view or not other.done or other.step.action is Action.REPLAY or other.step.model != "policy" or not other.regular:
             continue
         if other.step.weights == view.step.weights and not other.step.nudge and not view.step.nudge and _same_tokens(other, view):
-            found = chosen_by(view.contract, other.step, list(other.calls_of("policy", Phase.FORWARD)))
+            if "chosen" not in other.kept:
+                other.kept["chosen"] = chosen_by(view.contract, other.step, list(other.calls_of("policy", Phase.FORWARD)))
+            found: IntArray | None = other.kept["chosen"]
             if found is not None:
                 return found
     return None

@@ -37,6 +37,8 @@ class StepView:
     installs: list[Install] = field(default_factory=list)
     outcome: Outcome | None = None
     residue: Residue | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """What checks computed of the step and others ask for, too."""
 
     @property
     def done(self) -> bool:
