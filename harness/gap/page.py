@@ -131,7 +131,7 @@ def _told(report: GapReport) -> str:
         reasons = [f"beyond the limit: {', '.join(failing)}"] if failing else []
         reasons += [f"{report.panel.n_nonfinite:,} tokens with a logprob that is not finite"] if report.panel.n_nonfinite else []
         reasons += [f"a cause that is wrong at any size: {cause.name}" for cause in report.causes if cause.fault]
-        return f"{'; '.join(reasons).capitalize()}."
+        return f"Failed: {'; '.join(reasons)}."
     needed = f" About {report.required_n:,} tokens of such sequences would decide." if report.required_n else ""
     return f"Not decided: {', '.join(open_) or 'too few sequences, or nothing with a limit was measured'}.{needed}"
 

@@ -16,6 +16,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from rollproof.gap.buckets import Bucket
 from rollproof.gap.intervals import Interval
@@ -67,6 +68,9 @@ RC: Mapping[str, Any] = {
 _LAYERS = 96
 """Rows of the heat map; a deeper model's layers share them."""
 _SHADES = 6
+_TAUS = (2, 10)
+_NOTHING = 1e-12
+"""A mean |d| or k3 below this is rounding, and would stretch a log scale over decades of nothing."""
 _NAMES: Mapping[str, str] = {
     "staleness": "age of the weights, in versions",
     "since_resume": "tokens since a resume",
@@ -109,7 +113,7 @@ def _limits(report: GapReport) -> Plot | None:
     if not rows:
         return None
     figure, axes = _figure(0.9 + 0.27 * len(rows))
-    floor = 1e-4
+    floor = 1e-3
     for place, (name, interval, limit) in enumerate(rows):
         value, low, high = (max(end, floor) for end in _against_limit(interval, limit))
         colour = {"pass": COLOURS["green"], "fail": _RED}.get(str(report.verdicts[name]), COLOURS["orange"])
@@ -119,10 +123,10 @@ def _limits(report: GapReport) -> Plot | None:
         if target > 0:
             axes.plot(max(target / _badness(limit.fail, limit), floor), place, "|", color=_MUTED, ms=9, mew=1.2)
     axes.axvline(1.0, color=_INK, lw=1)
-    axes.set_xscale("log")
+    _log_scale(axes, "x")
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("distance from a perfect match, as a share of the limit")
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel("distance from equality / limit")
     axes.grid(axis="x")
     return Plot(
         name="limits",
@@ -154,13 +158,15 @@ def _scatter(report: GapReport) -> Plot | None:
     found = density(report.pairs)
     if found is None:
         return None
-    figure, axes = _figure(4.4)
+    figure, axes = _figure(3.4)
     shades = _shaded(axes, found.edges, found.edges, found.counts.astype(float), log=True)
     low = float(found.edges[0])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
     axes.plot([low, 0], [low, 0], color=_RED, lw=1, ls=(0, (4, 3)))
     axes.set(xlim=(low, 0), ylim=(low, 0), xlabel="rollout logprob (nats)", ylabel="trainer logprob (nats)", aspect="equal")
     _legend(axes, shades, "tokens")
-    cut = f" {found.cut:,} tokens below {low:.0f} nats are counted in the outermost cells." if found.cut else ""
+    cut = f" Tokens below {low:.0f} nats ({found.cut:,}) are counted in the outermost cells." if found.cut else ""
     return Plot(
         name="scatter",
         title="Rollout against trainer",
@@ -176,18 +182,22 @@ def _tail(report: GapReport) -> Plot | None:
         return None
     figure, axes = _figure(3.3)
     axes.plot(found.size, found.share, color=_BLUE, lw=1.8, drawstyle="steps-post")
-    axes.set(xscale="log", yscale="log", xlabel="|d| (nats)", ylabel="share of tokens beyond")
-    least = max(float(found.size[-1]) * 1e-6, float(found.size[0]))
-    axes.set_xlim(left=least, right=float(found.size[-1]) * 3)
+    axes.set(xlabel="|d| (nats)", ylabel="share of tokens beyond")
+    least, most = max(float(found.size[-1]) * 1e-6, float(found.size[0])), float(found.size[-1]) * 3
+    axes.set_xlim(least, most)
+    axes.set_ylim(float(found.share.min()) / 2, 1.3)
+    _log_scale(axes, "x")
+    _log_scale(axes, "y")
     for name, label, place in (("abs_diff_p50", "p50", 0.5), ("abs_diff_p99", "p99", 0.01), ("abs_diff_p999", "p99.9", 0.001)):
         value = report.panel.metrics[name].value
         if value > least:
             axes.plot(value, place, "o", color=_RED, ms=5)
             axes.annotate(label, (value, place), xytext=(6, 3), textcoords="offset points")
-    for tau in (2, 10):
-        if least < math.log(tau) < float(found.size[-1]) * 3:
+    for tau in _TAUS:
+        if least < math.log(tau) < most:
             axes.axvline(math.log(tau), color=_MUTED, lw=0.8, ls=":")
-            axes.annotate(f"F({tau})", (math.log(tau), 1.0), xytext=(3, -9), textcoords="offset points", color=_MUTED)
+            side = (-3, "right") if tau == _TAUS[0] else (3, "left")
+            axes.annotate(f"F({tau})", (math.log(tau), 1.0), xytext=(side[0], -9), ha=side[1], textcoords="offset points", color=_MUTED)
     axes.grid()
     zero = f" {found.zero:.1%} of the tokens have equal logprobs." if found.zero else ""
     return Plot(
@@ -258,22 +268,24 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, label, name in ((left, "k3 (nats)", "k3"), (right, "mean |d| (nats)", "abs_diff")):
         values = [getattr(bucket, name) for bucket in buckets]
-        shown = [value for interval in values for value in (interval.value, interval.low, interval.high) if value > 0]
-        floor = min(shown, default=1.0)
+        shown = [interval.value for interval in values if interval.value > _NOTHING]
+        # whiskers of a part with a handful of uneven sequences may span twenty decades: they leave the axis
+        floor, top = min(shown, default=1.0) / 20, max(shown, default=1.0) * 20
+        ends = [min(max(end, floor), top) for interval in values for end in (interval.low, interval.high) if math.isfinite(end)]
         for place, interval in enumerate(values):
             if math.isfinite(interval.low) and math.isfinite(interval.high):
-                axes.plot([max(interval.low, floor), max(interval.high, floor)], [place, place], color=_BLUE, lw=2, solid_capstyle="butt")
+                axes.plot([interval.low, interval.high], [place, place], color=_BLUE, lw=2, solid_capstyle="butt")
             if math.isfinite(interval.value):
                 axes.plot(max(interval.value, floor), place, "o", color=_BLUE, ms=4.5)
-        if shown and max(shown) > 8 * floor:
-            axes.set_xscale("log")
+        if ends and max(ends) > 8 * min(ends):
+            axes.set_xlim(min(ends) / 1.3, max(ends) * 1.3)
+            _log_scale(axes, "x", most=4)
         else:
             axes.set_xlim(left=0.0)
             axes.locator_params(axis="x", nbins=4)
         axes.set_xlabel(label)
         axes.grid(axis="x")
-    left.set_yticks(range(len(buckets)), [_cut(bucket.label, 18) for bucket in buckets])
-    left.set_ylabel(_NAMES.get(row, row))
+    left.set_yticks(range(len(buckets)), [_cut(bucket.label, 24) for bucket in buckets], fontsize=8)
     left.set_ylim(len(buckets) - 0.5, -0.5)
     return Plot(
         name=f"by-{row.replace('_', '-')}",
@@ -294,7 +306,7 @@ def _effects(comparison: Comparison) -> Plot:
         if effect.ratio.low > 0:
             axes.plot([effect.ratio.low, effect.ratio.high], [place, place], color=colour, lw=2.2, solid_capstyle="butt")
     axes.axvline(1.0, color=_INK, lw=1)
-    axes.set_xscale("log")
+    _log_scale(axes, "x")
     axes.set_yticks(range(len(rows)), [f"{_cut(name, 22)}, {effect.metric}" for name, effect in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"ratio to {_cut(comparison.against, 30)}")
@@ -313,6 +325,24 @@ _MAKERS: Sequence[Callable[[GapReport], Plot | None]] = (_limits, _scatter, _tai
 def _figure(height: float) -> tuple[Figure, _Axes]:
     figure = Figure(figsize=(_WIDTH, height))
     return figure, figure.subplots()
+
+
+def _log_scale(axes: _Axes, which: str, *, most: int = 6) -> None:
+    """A log scale with at most ``most`` ticks in plain numbers, at 1, 2 and 5 where the axis spans less than two decades."""
+    axis = getattr(axes, f"{which}axis")
+    getattr(axes, f"set_{which}scale")("log")
+    low, high = getattr(axes, f"get_{which}lim")()
+    steps = (1, 2, 5) if high / low < 80 else (1,)
+    ticks = [
+        tick
+        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for step in steps
+        if low <= (tick := step * 10.0**power) <= high
+    ]
+    ticks = ticks[:: -(-len(ticks) // most)] if ticks else [low, high]
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def _shaded(axes: _Axes, across: Any, down: Any, values: Any, *, log: bool) -> list[tuple[float, float, float]]:
