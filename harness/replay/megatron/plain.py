@@ -17,7 +17,7 @@ from rollproof.records import FloatArray, Rollout
 from rollproof.replay.megatron.setups import RouterKind, Setup
 from rollproof.replay.megatron.weights import values_of
 
-__all__ = ["reference_losses"]
+__all__ = ["Whole", "reference_losses"]
 
 _HEADS = 4
 _EPSILON = 1e-5  # TransformerConfig.layernorm_epsilon
@@ -33,7 +33,7 @@ def reference_losses(
     """
     import torch
 
-    whole = _Whole(setup, number, nudges)
+    whole = Whole(setup, number, nudges)
     logprobs = {sample.request_id: whole.logprobs(sample) for sample in samples}
     total = -torch.cat(list(logprobs.values())).sum()
     total.backward()
@@ -41,13 +41,17 @@ def reference_losses(
     return {name: one.detach().numpy() for name, one in logprobs.items()}, gradients
 
 
-class _Whole:
-    """The undivided model."""
+class Whole:
+    """The undivided model, with the weights ``number`` and ``nudges`` on its gates; ``final`` computes the last token, too.
 
-    def __init__(self, setup: Setup, number: int, nudges: Sequence[tuple[int, FloatArray]]) -> None:
+    A model with routers of its own overrides ``routes``.
+    """
+
+    def __init__(self, setup: Setup, number: int, nudges: Sequence[tuple[int, FloatArray]], *, final: bool = False) -> None:
         import torch
 
         self.setup = setup
+        self.final = final
         shapes = _shapes(setup)
         self.weights: dict[str, Any] = {}
         for name, shape in shapes.items():
@@ -62,16 +66,25 @@ class _Whole:
         import torch
 
         tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
-        hidden = self.weights["embedding.word_embeddings.weight"][tokens[:-1]]
+        hidden = self.weights["embedding.word_embeddings.weight"][tokens if self.final else tokens[:-1]]
         for layer in range(self.setup.num_layers):
-            hidden = hidden + self._attention(
-                self._norm(hidden, f"layers.{layer}.input_layernorm.weight"), f"layers.{layer}.self_attention"
-            )
-            normed = self._norm(hidden, f"layers.{layer}.pre_mlp_layernorm.weight")
-            hidden = hidden + self._feed_forward(normed, layer, sample)
+            hidden = self.layer(hidden, layer, sample)
         logits = self._norm(hidden, "decoder.final_layernorm.weight") @ self.weights["output_layer.weight"].T
         first = max(1, len(sample.prompt_ids))
-        return logits.log_softmax(-1)[first - 1 :].gather(1, tokens[first:, None])[:, 0]
+        return logits.log_softmax(-1)[first - 1 : sample.total - 1].gather(1, tokens[first:, None])[:, 0]
+
+    def layer(self, hidden: Any, layer: int, sample: Rollout) -> Any:
+        """Hidden states ``(rows, hidden)`` behind one layer."""
+        attended = self._attention(self._norm(hidden, f"layers.{layer}.input_layernorm.weight"), f"layers.{layer}.self_attention")
+        hidden = hidden + attended
+        return hidden + self._feed_forward(self._norm(hidden, f"layers.{layer}.pre_mlp_layernorm.weight"), layer, sample)
+
+    def routes(self, scores: Any, layer: int, sample: Rollout) -> Any:
+        """``(rows, top_k)``: the experts that a layer executes, for scores ``(rows, experts)``."""
+        import torch
+
+        assert sample.routes is not None
+        return torch.tensor(sample.routes[: len(scores), self.setup.layout().column[layer]].astype(np.int64))
 
     def _norm(self, hidden: Any, name: str) -> Any:
         import torch
@@ -98,10 +111,8 @@ class _Whole:
         setup, name = self.setup, f"layers.{layer}.mlp"
         if layer not in setup.moe_layers:
             return self._mlp(hidden, name)
-        assert sample.routes is not None
-        column = setup.layout().column[layer]
-        routes = torch.tensor(sample.routes[: sample.total - 1, column].astype(np.int64))
         scores = hidden @ self.weights[f"{name}.router.weight"].T
+        routes = self.routes(scores, layer, sample)
         if setup.router is RouterKind.SIGMOID:
             chosen = scores.sigmoid().gather(1, routes)
             gates = 2.5 * chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
