@@ -1,0 +1,43 @@
+"""What the replay suite costs: the reference trainers, their episodes and random plans, run and judged on one core.
+
+``python benchmarks/replay.py [PLANS]`` prints processor seconds per reference, and for so many random plans of each (default 20).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rollproof.checks import default_registry
+from rollproof.fakes.replay_references import REFERENCES
+from rollproof.judge import Tally, judge, judge_events
+from rollproof.replay.driving import drive_episode, record_replay
+from rollproof.replay.plans import random_episode
+from rollproof.trace import Header, Recorder
+
+CHECKS = default_registry().select(["replay"])
+
+
+def main(plans: int = 20) -> None:
+    """Print the figures."""
+    whole = time.process_time()
+    for name, made in REFERENCES.items():
+        start = time.process_time()
+        trace = record_replay(made, name=name)
+        ran = time.process_time() - start
+        judge(trace, CHECKS)
+        judged = time.process_time() - start - ran
+        print(f"{name:24} {len(trace.events):6} events: run {ran:.2f} s, judge {judged:.2f} s")
+    print(f"all references: {time.process_time() - whole:.1f} s of processor time")
+    start, tally = time.process_time(), Tally(CHECKS)
+    for name, made in REFERENCES.items():
+        for number in range(plans):
+            recorder = Recorder(lambda: 0.0)
+            drive_episode(made(), random_episode(made.contract, 0, number), recorder, name)
+            judge_events(Header(subject=name, contract=made.contract, about="replay"), recorder.events, tally)
+    spent = time.process_time() - start
+    print(f"{tally.traces} random plans: {1000 * spent / max(1, tally.traces):.0f} ms each, {len(tally.found())} checks fail")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))
