@@ -25,6 +25,7 @@ PUBLIC = {
     "Contract",
     "ContractError",
     "EngineCall",
+    "EngineConformance",
     "EngineOutput",
     "EngineSubject",
     "ExpectationError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import assert_type
 
 import rollproof
@@ -20,6 +21,7 @@ from rollproof import (
     Contract,
     ContractError,
     EngineCall,
+    EngineConformance,
     EngineOutput,
     EngineSubject,
     ExpectationError,
@@ -53,12 +55,15 @@ from rollproof import (
     run_conformance,
     trace_check,
 )
+from rollproof.engines.asks import EngineSettings
+from rollproof.engines.vllm import VllmEngine
+from rollproof.fakes.engine_subject import FakeEngineSubject
 
 __all__ = [
     "Action", "ActionKind", "BatchConformance", "BatchSubject", "Case", "CaseError", "Check", "Collector", "ConformanceError",
-    "ContractError", "EngineCall", "EngineOutput", "EngineSubject", "ExpectationError", "FakeEngine", "Finding", "FinishReason",
-    "PauseMode", "Recording", "ReplayConformance", "ReplaySubject", "RollproofError", "Span", "StackError", "SubjectError", "Trace", "TraceError",
-    "TraceVersionError", "Trigger", "UsageError", "lend", "request_check", "trace_check",
+    "ContractError", "EngineCall", "EngineConformance", "EngineOutput", "EngineSubject", "ExpectationError", "FakeEngine", "Finding",
+    "FinishReason", "PauseMode", "Recording", "ReplayConformance", "ReplaySubject", "RollproofError", "Span", "StackError",
+    "SubjectError", "Trace", "TraceError", "TraceVersionError", "Trigger", "UsageError", "lend", "request_check", "trace_check",
 ]  # fmt: skip
 
 
@@ -99,3 +104,12 @@ def library(contract: Contract) -> int:
         assert_type(trace.report, Report)
     assert_type(run_conformance(MyStack, profile="pr"), Report)
     return rollproof.run_conformance(MyStack).exit_code
+
+
+class TestMyEngine(EngineConformance):
+    """An engine by name, as one class attribute."""
+
+    engine = "fake-vllm"
+
+
+adapters: list[EngineSubject] = [VllmEngine(EngineSettings(model=Path())), FakeEngineSubject(EngineSettings(model=Path()))]
