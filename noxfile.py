@@ -66,7 +66,8 @@ def cpu(session: nox.Session) -> None:
 def trainers(session: nox.Session) -> None:
     """Run the tests that drive real trainers on the CPU; `-- --table FILE [SETUP ...]` judges Megatron setups and writes the verdicts."""
     install(session, "test")
-    session.install("torch==2.13.0")  # the CPU build, where one is offered: a CUDA build works too and is twenty times as large
+    # The CPU build of torch, where one is offered: a CUDA build works too and is twenty times as large.
+    session.install("torch==2.13.0", "transformers==5.24.0")
     # Its metadata asks for torch, numpy and packaging only, but pins none: without them the torch above stays. 0.16.1 is the newest for
     # Python 3.11; 0.19 needs 3.12 and imports triton.
     session.install("packaging", "ml_dtypes", *(["triton"] if _newer_python(session) else []))

@@ -12,7 +12,8 @@ transformers = pytest.importorskip("transformers", minversion="5.9", reason="ear
 from rollproof.checks import Verdict, default_registry  # noqa: E402
 from rollproof.judge import judge  # noqa: E402
 from rollproof.replay.driving import record_replay  # noqa: E402
-from rollproof.replay.hf.trainer import HfTrainer, Setup  # noqa: E402
+from rollproof.replay.hf.setups import Setup  # noqa: E402
+from rollproof.replay.hf.trainer import HfTrainer  # noqa: E402
 from tests.support import hf_faults  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -113,6 +113,18 @@ def test_replay_of_the_models_own_choice_changes_no_bit(family: str) -> None:
     assert_untouched(model)
 
 
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(COMMON)))
+def test_families_with_linear_attention_replay(family: str) -> None:
+    """Forward only, for they are slow on a CPU: every router executes routes that it did not choose."""
+    model = tiny_model(family).eval()
+    routes = recorded(model).flip(0)
+
+    with spied(model) as calls, hf_replay(model, routes), torch.no_grad():
+        model(IDS, use_cache=False)
+
+    assert [(n, routes[:, n].tolist()) for n in range(3)] == [(layer, ids.tolist()) for layer, ids in calls]
+
+
 @pytest.mark.parametrize("family", COMMON)
 def test_under_other_weights_the_recorded_experts_run(family: str) -> None:
     """Every router executes its target where it would have chosen otherwise; results change, and every gate has a gradient."""

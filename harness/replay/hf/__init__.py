@@ -1,7 +1,8 @@
 """Routing replay for models of HF transformers, for a training loop of one's own.
 
 ``hf_replay`` replays a microbatch, ``hf_record`` records one, ``batch_routes`` and ``packed_routes`` bring the routes of finished
-samples into the order of the model's rows, ``find_routers`` saves the search where a loop replays often. Needs torch.
+samples into the order of the model's rows, ``find_routers`` saves the search where a loop replays often, and ``watched`` tells rollproof's
+spy what really ran. Needs torch.
 
 Within: ``topk`` is the oracle, which puts ids in the place of a router's own top-k, whatever its family computes around it; ``passes``
 holds the contexts, ``targets`` checks what they are given; ``trainer`` and ``ranked`` are replay subjects around tiny models.
@@ -19,5 +20,6 @@ if find_spec("torch") is None:
 from rollproof.replay.hf.passes import Pass, Recorded, hf_record, hf_replay
 from rollproof.replay.hf.placing import batch_routes, packed_routes
 from rollproof.replay.hf.routers import Router, Routers, find_routers
+from rollproof.replay.hf.watching import watched
 
-__all__ = ["Pass", "Recorded", "Router", "Routers", "batch_routes", "find_routers", "hf_record", "hf_replay", "packed_routes"]
+__all__ = ["Pass", "Recorded", "Router", "Routers", "batch_routes", "find_routers", "hf_record", "hf_replay", "packed_routes", "watched"]

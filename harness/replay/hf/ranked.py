@@ -21,7 +21,8 @@ from rollproof.records import Rollout
 from rollproof.replay.events import Action, Outcome, Step
 from rollproof.replay.hf.inputs import lay_out
 from rollproof.replay.hf.passes import hf_replay
-from rollproof.replay.hf.trainer import HfTrainer, Setup, contract_of, loss_of
+from rollproof.replay.hf.setups import Setup
+from rollproof.replay.hf.trainer import HfTrainer, contract_of, loss_of
 from rollproof.replay.ranks import RankError, Ranks
 from rollproof.replay.spy import Spy, UnsupportedStep
 
@@ -30,23 +31,19 @@ __all__ = ["WRAPS", "RankedHfTrainer", "hf_ranks", "worker"]
 _KEYS = count()
 
 
-def _ddp(model: Any) -> Any:
+def _ddp(model: Any, _: Setup) -> Any:
     return DistributedDataParallel(model)
 
 
-def _fsdp2(model: Any, policy: MixedPrecisionPolicy | None = None) -> Any:
+def _fsdp2(model: Any, setup: Setup) -> Any:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    more = {} if policy is None else {"mp_policy": policy}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if setup.mixed else MixedPrecisionPolicy()
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, **more)
-    return fully_shard(model, mesh=mesh, **more)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def _fsdp2_bf16(model: Any) -> Any:
-    return _fsdp2(model, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
-
-
-WRAPS: Mapping[str, Callable[[Any], Any]] = MappingProxyType({"ddp": _ddp, "fsdp2": _fsdp2, "fsdp2, bf16": _fsdp2_bf16})
+WRAPS: Mapping[str, Callable[[Any, Setup], Any]] = MappingProxyType({"ddp": _ddp, "fsdp2": _fsdp2})
 """How a model is wrapped, by the name in ``Setup.parallel``; each returns what the training loop calls."""
 
 
@@ -119,6 +116,8 @@ class RankedHfTrainer:
 
     def reference(self, step: Step) -> Outcome:
         """The step in this process alone, by formula."""
+        if self.setup.mixed:
+            raise UnsupportedStep("the reference computes in float32, and these processes in bfloat16")
         whole = HfTrainer(self.setup)
         whole.set_weights(self._number)
         for layer, size in self._nudges:
@@ -179,7 +178,7 @@ class _Share(HfTrainer):
 
     def __init__(self, setup: Setup, rank: int, world_size: int) -> None:
         super().__init__(setup)
-        self.called = WRAPS[setup.parallel](self.model)
+        self.called = WRAPS[setup.parallel](self.model, setup)
         self.scale = world_size
         self._rank = rank
         self._loaded: tuple[Any, ...] = (0, ())

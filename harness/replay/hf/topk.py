@@ -107,7 +107,7 @@ def probe(forward: Callable[..., Any], args: tuple[Any, ...], *, num_experts: in
             choose=lowest,
             who=who,
         )
-    weights, executed = _weights(output, ids, who), executed_ids(output, ids, who)
+    weights, executed = _weights(output, tuple(ids.shape), who), executed_ids(output, tuple(ids.shape), who)
     if not bool(torch.equal(executed.sort(-1).values, ids.sort(-1).values)):
         raise RouterError(f"{who} was given experts {ids.tolist()} and executes {executed.tolist()}.")
     if bool(torch.isnan(scored[0]).any()):
@@ -121,19 +121,19 @@ def probe(forward: Callable[..., Any], args: tuple[Any, ...], *, num_experts: in
     return True
 
 
-def executed_ids(output: Any, like: torch.Tensor, who: str) -> torch.Tensor:
-    """The ids ``(rows, top_k)`` that a router hands on: the one integer tensor of that shape in its output. Raises ``RouterError``."""
-    return _one(output, like, who, "expert ids", lambda tensor: not tensor.is_floating_point())
+def executed_ids(output: Any, shape: tuple[int, ...], who: str) -> torch.Tensor:
+    """The ids of ``shape`` ``(rows, top_k)`` that a router hands on: the integer tensor in its output. Raises ``RouterError``."""
+    return _one(output, shape, who, "expert ids", lambda tensor: not tensor.is_floating_point())
 
 
-def _weights(output: Any, like: torch.Tensor, who: str) -> torch.Tensor:
-    return _one(output, like, who, "weights", lambda tensor: tensor.is_floating_point())
+def _weights(output: Any, shape: tuple[int, ...], who: str) -> torch.Tensor:
+    return _one(output, shape, who, "weights", lambda tensor: tensor.is_floating_point())
 
 
-def _one(output: Any, like: torch.Tensor, who: str, what: str, right: Callable[[torch.Tensor], bool]) -> torch.Tensor:
+def _one(output: Any, shape: tuple[int, ...], who: str, what: str, right: Callable[[torch.Tensor], bool]) -> torch.Tensor:
     parts = output if isinstance(output, tuple | list) else (output,)
-    found = [part for part in parts if isinstance(part, torch.Tensor) and part.shape == like.shape and right(part)]
+    found = [part for part in parts if isinstance(part, torch.Tensor) and part.shape == shape and right(part)]
     if not found:
         shapes = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__ for part in parts]
-        raise RouterError(f"{who} returns {shapes}: no {what} of shape {tuple(like.shape)}, so what it executes cannot be seen.")
+        raise RouterError(f"{who} returns {shapes}: no {what} of shape {shape}, so what it executes cannot be seen.")
     return found[-1]

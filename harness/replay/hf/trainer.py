@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,14 @@ from rollproof.replay.contract import trainer_contract
 from rollproof.replay.events import Action, Outcome, Purpose, Step
 from rollproof.replay.hf.families import DENSE, FAMILIES, REFUSED, VOCAB, tiny_model
 from rollproof.replay.hf.formulas import fixed_selection
-from rollproof.replay.hf.inputs import Inputs, Layout, lay_out
+from rollproof.replay.hf.inputs import Inputs, lay_out
 from rollproof.replay.hf.passes import hf_record, hf_replay
 from rollproof.replay.hf.routers import find_routers
+from rollproof.replay.hf.setups import Setup
 from rollproof.replay.spy import Spy, UnsupportedStep, direction, sketch
 from rollproof.replay.terms import FreeRows, Installs, Recompute, ReplayMode
 
-__all__ = ["HfTrainer", "Replay", "Setup", "contract_of", "loss_of"]
+__all__ = ["HfTrainer", "Replay", "contract_of", "loss_of"]
 
 Replay = Callable[[Any, Any], AbstractContextManager[Any]]
 """From a model and the routes ``(batch, width, layers, top_k)`` or ``(rows, layers, top_k)`` to a context that replays them."""
@@ -33,22 +34,6 @@ Replay = Callable[[Any, Any], AbstractContextManager[Any]]
 _NOISE = 0.08
 _DIGITS = {"float64": 7, "float32": 7, "bfloat16": 2}  # routers compute in float32 at most
 _ROUTER = re.compile(r"layers\.(\d+)\.(?:mlp\.gate|mlp\.router)$")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
-    """What a trainer is made of.
-
-    ``reentrant`` is the kind of gradient checkpointing, ``late`` runs the backward pass after the replay context has closed, ``dtype``
-    names a type of torch, ``parallel`` how the model is wrapped (``ranked.WRAPS``).
-    """
-
-    family: str = "qwen3_moe"
-    layout: Layout = Layout.LEFT
-    reentrant: bool = False
-    late: bool = False
-    dtype: str = "float32"
-    parallel: str = ""
 
 
 class HfTrainer:
@@ -310,6 +295,6 @@ def contract_of(setup: Setup) -> Contract:
         installs=Installs.PER_CALL,
         models=("reference",),
         unsupported=tuple(REFUSED),
-        float_digits=_DIGITS[setup.dtype],
+        float_digits=_DIGITS["bfloat16" if setup.mixed else setup.dtype],
         parallel=setup.parallel,
     )

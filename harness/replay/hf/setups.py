@@ -1,0 +1,74 @@
+"""Setups: what the trainers here are made of, and which ones are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from rollproof.errors import UsageError
+from rollproof.replay.hf.inputs import Layout
+
+__all__ = ["SETUPS", "Setup", "setup_named"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What a trainer is made of.
+
+    ``reentrant`` is the kind of gradient checkpointing, ``late`` runs the backward pass after the replay context has closed, ``dtype``
+    names a type of torch, ``parallel`` how the model is wrapped (``ranked.WRAPS``), and ``mixed`` lets FSDP2 compute in bfloat16.
+    """
+
+    family: str = "qwen3_moe"
+    layout: Layout = Layout.LEFT
+    reentrant: bool = False
+    late: bool = False
+    dtype: str = "float32"
+    parallel: str = ""
+    mixed: bool = False
+
+    @property
+    def name(self) -> str:
+        """All of it in a few words."""
+        kinds = {
+            "reentrant": self.reentrant,
+            "late": self.late,
+            self.dtype: self.dtype != "float32",
+            self.parallel: bool(self.parallel),
+            "mixed": self.mixed,
+        }
+        return ", ".join([self.family, self.layout, *(kind for kind, is_so in kinds.items() if is_so)])
+
+
+_PACKED, _RIGHT = Layout.PACKED, Layout.RIGHT
+
+SETUPS: Mapping[str, Setup] = MappingProxyType(
+    {
+        setup.name: setup
+        for setup in (
+            Setup(family="qwen3_moe"),
+            Setup(family="qwen3_moe", layout=_PACKED, dtype="bfloat16"),
+            Setup(family="qwen2_moe", layout=_RIGHT, late=True),
+            Setup(family="olmoe", layout=_PACKED, reentrant=True),
+            Setup(family="mixtral", layout=_RIGHT, reentrant=True),
+            Setup(family="deepseek_v3", layout=_PACKED, reentrant=True, late=True),
+            Setup(family="glm4_moe", late=True),
+            Setup(family="gpt_oss", layout=_RIGHT, reentrant=True, late=True),
+            Setup(family="qwen3_moe", parallel="ddp"),
+            Setup(family="deepseek_v3", parallel="ddp", layout=_PACKED, reentrant=True, late=True),
+            Setup(family="qwen3_moe", parallel="fsdp2", layout=_RIGHT, late=True),
+            Setup(family="deepseek_v3", parallel="fsdp2", reentrant=True),
+            Setup(family="qwen3_moe", parallel="fsdp2", mixed=True),
+        )
+    }
+)
+"""By name. Every family, layout, kind of checkpointing, place of the backward pass and wrapper is in one of them."""
+
+
+def setup_named(name: str) -> Setup:
+    """The setup of that name. Raises ``UsageError`` listing the names where there is none."""
+    try:
+        return SETUPS[name]
+    except KeyError:
+        raise UsageError(f"No setup of HF trainers is named {name!r}; choose among {list(SETUPS)}.") from None

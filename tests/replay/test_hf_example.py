@@ -1,0 +1,49 @@
+"""The worked example of docs/replay-hf.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_page_shows_the_code_that_is_run() -> None:
+    """Each piece of the trainer on the page is a piece of the example."""
+    example = (DOCS / "example" / "hf_trainer.py").read_text(encoding="utf-8")
+    pieces = re.findall(r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(pieces) >= 3
+    assert [] == [piece for piece in pieces[1:] if piece not in example]
+
+
+def test_the_loop_on_the_page_trains() -> None:
+    """The first piece, a whole training loop, runs as it stands."""
+    pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
+    pytest.importorskip("transformers", minversion="5.9", reason="earlier routers select outside of their forward")
+    loop = re.search(r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert loop is not None
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", loop[1]], capture_output=True, text=True, timeout=300, check=False)
+    assert (0, "") == (done.returncode, done.stdout), done.stderr[-2000:]
+
+
+def test_the_example_keeps_every_promise() -> None:
+    """`rollproof verify --replay hf_trainer:HfTrainer`: nothing fails, nothing is unknown, the planted fault is seen."""
+    pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
+    pytest.importorskip("transformers", minversion="5.9", reason="earlier routers select outside of their forward")
+    command = "import torch; torch.set_num_threads(1); from rollproof.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", command, "verify", "--replay", "hf_trainer:HfTrainer", "--json", "-"],
+        cwd=DOCS / "example",
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    verdicts = {check["id"]: check["reason"] for check in report["checks"] if check["verdict"] not in ("pass", "not applicable")}
+    assert ({}, 0) == (verdicts, done.returncode), done.stderr[-2000:]
