@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 if TYPE_CHECKING:
+    from rollproof.gap import GapReport
     from rollproof.recording import Recording
     from rollproof.report import Report
 
@@ -232,6 +233,26 @@ def rollproof_seed(pytestconfig: pytest.Config) -> int:
 
     state = pytestconfig.stash[STATE]
     return seed_of(state, state.settings.profile)
+
+
+@pytest.fixture
+def rollproof_gap(request: pytest.FixtureRequest) -> Callable[..., GapReport]:
+    """``rollproof.gap.measure`` that fails the test unless the gap is within its limits, with the report as the reason.
+
+    A measurement that decides nothing fails too, or skips the test where ``rollproof_unknown = skip``.
+    """
+    from rollproof.gap import GapVerdict, gap_lines, measure
+
+    state = request.config.stash[STATE]
+
+    def check(rollout_logprob: Any, trainer_logprob: Any, **columns: Any) -> GapReport:
+        report = measure(rollout_logprob, trainer_logprob, **{"subject": request.node.nodeid, **columns})
+        if report.verdict is GapVerdict.INCONCLUSIVE and state.settings.unknown == "skip":
+            pytest.skip("\n".join(text for _, text in gap_lines(report)))
+        report.require()
+        return report
+
+    return check
 
 
 @pytest.fixture

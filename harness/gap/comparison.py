@@ -196,6 +196,6 @@ def _same_rollout(first: TokenPairs, other: TokenPairs, order: list[str], first_
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise GapError(
-            f"{first_name} and {name} hold different rollouts: {int(wrong.sum()):,} tokens differ in token_id or rollout_logprob, the first in"
-            f" sequence {first.where(at)['sequence']}. Score the tokens of one rollout on both sides."
+            f"{first_name} and {name} hold different rollouts: {int(wrong.sum()):,} tokens differ in token_id or rollout_logprob, the first"
+            f" in sequence {first.where(at)['sequence']}. Score the tokens of one rollout on both sides."
         )

@@ -41,7 +41,11 @@ _ABOUT: Mapping[str, str] = {
     "any_layer_mismatch": "share of tokens that differ in some layer",
     "jaccard": "experts in common over experts in all, mean of (token, layer)",
 }
-_SIGNS: Mapping[Side, str] = {Side.ABOVE: "\N{LESS-THAN OR EQUAL TO}", Side.BELOW: "\N{GREATER-THAN OR EQUAL TO}", Side.BOTH: "\N{PLUS-MINUS SIGN}"}
+_SIGNS: Mapping[Side, str] = {
+    Side.ABOVE: "\N{LESS-THAN OR EQUAL TO}",
+    Side.BELOW: "\N{GREATER-THAN OR EQUAL TO}",
+    Side.BOTH: "\N{PLUS-MINUS SIGN}",
+}
 
 
 def check_report_target(report: Path | None, plots: Path | None) -> None:
@@ -111,7 +115,7 @@ def page_text(report: GapReport, *, comparison: Comparison | None = None) -> str
         others=[_row(report, name) for name in report.panel.metrics if name not in report.verdicts],
         unmeasured=[name for name in report.limits.limits if name not in report.verdicts],
         plots=plots,
-        missing=_missing(report, {plot["name"] for plot in plots}),
+        missing=_missing({plot["name"] for plot in plots}),
         buckets=report.buckets,
         aliases=aliased(report),
         comparison=comparison,
@@ -148,7 +152,7 @@ def _row(report: GapReport, name: str) -> dict[str, Any]:
     }
 
 
-def _missing(report: GapReport, there: set[str]) -> list[str]:
+def _missing(there: set[str]) -> list[str]:
     """Plots that the data do not allow, and what they need."""
     needs = {
         "routers": "the map of the routers needs rollout_routes and trainer_routes",

@@ -379,7 +379,14 @@ def _legend(axes: _Axes, shades: Sequence[tuple[float, float, float]], title: st
         for low, high, alpha in reversed(shades)
     ]
     axes.legend(
-        handles=handles, title=title, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8, title_fontsize=8, handlelength=1.2
+        handles=handles,
+        title=title,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+        handlelength=1.2,
     )
 
 

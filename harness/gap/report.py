@@ -11,13 +11,14 @@ from typing import Any
 from rollproof.console import Line, Style, text_of
 from rollproof.errors import ConformanceError, UsageError
 from rollproof.gap.buckets import Bucket
+from rollproof.gap.comparison import Comparison
 from rollproof.gap.diagnosis import Cause
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel
 
-__all__ = ["GAP_SCHEMA", "GapReport", "gap_lines"]
+__all__ = ["GAP_SCHEMA", "GapReport", "comparison_lines", "gap_lines"]
 
 GAP_SCHEMA = 1
 _WIDTH = 118
@@ -162,6 +163,29 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
     yield style, f"  {word}{more}"
 
 
+def comparison_lines(comparison: Comparison) -> Iterator[Line]:
+    """The comparison for a person: each metric on both sides, their ratio with its interval, and what it is to be."""
+    yield (
+        Style.TITLE,
+        _wrapped(
+            f"against {comparison.against}  [{comparison.tokens:,} tokens in {comparison.sequences:,} sequences, paired; wanted: below 1,"
+            " and above 1 for controls]",
+            "    ",
+        ),
+    )
+    yield Style.FAINT, _COMPARED.format("", "metric", "value", "against", "ratio", "95 % interval").rstrip()
+    for name, row in {"": comparison.effects, **comparison.controls}.items():
+        for effect in row:
+            word, style = _WORDS[effect.verdict]
+            told = f"{effect.metric} ({name})" if name else effect.metric
+            yield style, _COMPARED.format(word, told, f"{effect.value:.3g}", f"{effect.against:.3g}", *_told(effect.ratio)).rstrip()
+    for note in comparison.notes:
+        yield Style.DOUBT, _wrapped(f"  note: {note}", " " * 8)
+    word, style = _WORDS[comparison.verdict]
+    yield style, f"  {word}"
+
+
+_COMPARED = "  {:<12} {:<40} {:>10} {:>10} {:>8}  {:<22}"
 _ROW = "  {:<12} {:<28} {:>10}  {:<24} {:>9}  {:<10}"
 """Verdict, metric, value, interval, what is healthy, limit: 100 columns."""
 _SIGNS: Mapping[Side, str] = {Side.ABOVE: "<=", Side.BELOW: ">=", Side.BOTH: "+-"}

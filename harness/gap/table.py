@@ -7,7 +7,7 @@ sequence, whose per-token columns are lists. ``trainer_logprob@VERSION`` holds t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from rollproof.errors import GapError
 from rollproof.gap.pairs import COLUMNS, TokenPairs
 
-__all__ = ["read_pairs"]
+__all__ = ["read_columns", "read_pairs"]
 
 REQUIRED = ("sequence_id", "rollout_logprob", "trainer_logprob", "mask")
 _BY_VERSION = "trainer_logprob@"
@@ -30,17 +30,28 @@ def read_pairs(path: Path, *, renamed: Mapping[str, str] | None = None) -> Token
     ``renamed`` maps names of ``COLUMNS`` to the file's own names for them. Raises ``GapError`` for a file that cannot be read, lacks a
     column, or holds something else in one; columns that are not known are left alone.
     """
-    table = _load(path, dict(renamed or {}))
+    values, by_version = read_columns(path, required=REQUIRED, renamed=renamed)
+    return TokenPairs.of(by_version=by_version, **values)
+
+
+def read_columns(
+    path: Path, *, required: Sequence[str], renamed: Mapping[str, str] | None = None
+) -> tuple[dict[str, npt.NDArray[Any]], dict[int | str, npt.NDArray[Any]]]:
+    """The known columns of a file, one entry a token: by name, and those of ``trainer_logprob@VERSION`` by version.
+
+    Raises as ``read_pairs`` does where one of ``required`` is not there.
+    """
+    table = _load(path, dict(renamed or {}), required)
     columns = {name: table.column(name) for name in table.column_names}
     listed = {name for name, column in columns.items() if _depth(column.type) > (2 if name in _ROUTES else 0)}
     if listed:
         columns = _flattened(columns, listed, path)
     values = {name: _numpy(name, column) for name, column in columns.items()}
     by_version = {_version(name): values.pop(name) for name in list(values) if name.startswith(_BY_VERSION)}
-    return TokenPairs.of(by_version=by_version, **values)
+    return values, by_version
 
 
-def _load(path: Path, renamed: dict[str, str]) -> Any:
+def _load(path: Path, renamed: dict[str, str], required: Sequence[str]) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -52,7 +63,7 @@ def _load(path: Path, renamed: dict[str, str]) -> Any:
     try:
         if _magic(path) == b"PAR1":
             names = pq.read_schema(path).names
-            return _named(pq.read_table(path, columns=_wanted(names, renamed, path)), renamed)
+            return _named(pq.read_table(path, columns=_wanted(names, renamed, required, path)), renamed)
         with pa.memory_map(str(path)) as source:
             opened = pa.ipc.open_file(source) if _magic(path) == b"ARRO" else pa.ipc.open_stream(source)
             table = opened.read_all()
@@ -60,7 +71,7 @@ def _load(path: Path, renamed: dict[str, str]) -> Any:
         if isinstance(error, GapError):
             raise
         raise GapError(f"{path} cannot be read as Parquet or Arrow: {str(error).splitlines()[0]}") from error
-    return _named(table.select(_wanted(table.column_names, renamed, path)), renamed)
+    return _named(table.select(_wanted(table.column_names, renamed, required, path)), renamed)
 
 
 def _magic(path: Path) -> bytes:
@@ -68,10 +79,10 @@ def _magic(path: Path) -> bytes:
         return file.read(4)
 
 
-def _wanted(names: list[str], renamed: Mapping[str, str], path: Path) -> list[str]:
+def _wanted(names: list[str], renamed: Mapping[str, str], required: Sequence[str], path: Path) -> list[str]:
     """The file's own names of the columns that are read."""
     lacking = [f"{ours} (given as {theirs!r})" if ours != theirs else ours for ours, theirs in
-               ((name, renamed.get(name, name)) for name in {**dict.fromkeys(REQUIRED), **renamed}) if theirs not in names]  # fmt: skip
+               ((name, renamed.get(name, name)) for name in {**dict.fromkeys(required), **renamed}) if theirs not in names]  # fmt: skip
     if lacking:
         near = {name: difflib.get_close_matches(name.split(" ")[0], names, n=1, cutoff=0.5) for name in lacking}
         guess = "; ".join(f"--column {name.split(' ')[0]}={found[0]}" for name, found in near.items() if found)

@@ -1,0 +1,198 @@
+"""Joining: the rollouts of a recorded trace, and a trainer's logprobs of them, as pairs.
+
+The trainer's side is a Parquet file with ``sequence_id`` (the request's id) and ``trainer_logprob``, one row a response token in
+order (or one row a request, with lists), or the ``Score`` events that the trace itself holds. Of scores under several weight versions each
+token takes that of the version that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.errors import GapError
+from rollproof.gap.pairs import FloatArray, TokenPairs
+from rollproof.gap.table import read_columns
+from rollproof.records import Rollout, Version, spread
+from rollproof.store import open_trace
+from rollproof.trace import Call, Event, Reply, Result, Score
+
+__all__ = ["join_trace"]
+
+_SCORES = "score:"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Sample:
+    """A rollout with what the trace says of it: the tokens of each delivered reply, and scores by version."""
+
+    rollout: Rollout
+    pieces: list[tuple[int, ...]] = field(default_factory=list)
+    scores: dict[Version, FloatArray] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.rollout.response_ids)
+
+    @property
+    def versions(self) -> list[Version] | None:
+        """Of each response token; ``None`` where the rollout does not tell all of them."""
+        own = self.rollout
+        if own.token_versions is not None:
+            found = list(own.token_versions)
+        else:
+            found = spread(own.spans, self.tokens) if own.spans else [own.version] * self.tokens
+        return None if len(found) != self.tokens or any(version is None for version in found) else found
+
+    @property
+    def since_resume(self) -> npt.NDArray[np.int64] | None:
+        """Tokens since the last call began, -1 in the first; ``None`` where the replies end to end are not the response."""
+        if tuple(token for piece in self.pieces for token in piece) != self.rollout.response_ids:
+            return None
+        parts = [np.arange(len(piece)) for piece in self.pieces if piece]
+        return np.concatenate([np.full(len(part), -1) if i == 0 else part for i, part in enumerate(parts)] or [np.arange(0)])
+
+
+def join_trace(trace: Path, trainer: str, *, renamed: Mapping[str, str] | None = None) -> TokenPairs:
+    """Pairs of the rollouts in ``trace`` and the logprobs of ``trainer``: ``score:SCORER``, or the path of a Parquet file.
+
+    In a trace of several episodes the requests are called ``EPISODE:ID``, counted from 0. Raises ``GapError`` where a side lacks
+    what the other has, ``TraceError`` where the trace cannot be read.
+    """
+    scorer = trainer.removeprefix(_SCORES) if trainer.startswith(_SCORES) else None
+    samples = _samples(trace, scorer)
+    if not samples:
+        raise GapError(f"{trace} holds no finished rollout: there is nothing to compare.")
+    mute = [name for name, sample in samples.items() if sample.rollout.logprobs is None]
+    if mute:
+        raise GapError(
+            f"{len(mute):,} of {len(samples):,} rollouts in {trace} have no logprobs (the first: {mute[0]}): record them with logprobs."
+        )
+    columns = _rollout_columns(samples)
+    side = _scored(samples, trainer) if scorer is not None else _read(samples, Path(trainer), dict(renamed or {}))
+    return TokenPairs.of(**columns, **side)
+
+
+def _samples(trace: Path, scorer: str | None) -> dict[str, _Sample]:
+    episodes = [_episode(events, scorer) for _, events in open_trace(trace).episodes()]
+    if len(episodes) == 1:
+        return episodes[0]
+    return {f"{number}:{name}": sample for number, episode in enumerate(episodes) for name, sample in episode.items()}
+
+
+def _episode(events: Iterable[Event], scorer: str | None) -> dict[str, _Sample]:
+    owner: dict[int, str] = {}
+    pieces: dict[str, list[tuple[int, ...]]] = {}
+    scores: dict[str, dict[Version, FloatArray]] = {}
+    rollouts: dict[str, Rollout] = {}
+    for event in events:
+        if isinstance(event, Call):
+            owner[event.call_id] = event.request_id
+        elif isinstance(event, Reply) and event.delivered and not event.duplicate:
+            pieces.setdefault(owner.get(event.call_id, ""), []).append(tuple(event.output.token_ids))
+        elif isinstance(event, Result) and event.rollout is not None:
+            rollouts[event.request_id] = event.rollout
+        elif isinstance(event, Score) and event.scorer == scorer:
+            scores.setdefault(event.request_id, {})[event.version] = np.asarray(event.logprobs, dtype=np.float64)
+    return {name: _Sample(rollout=rollout, pieces=pieces.get(name, []), scores=scores.get(name, {})) for name, rollout in rollouts.items()}
+
+
+def _rollout_columns(samples: Mapping[str, _Sample]) -> dict[str, Any]:
+    own = [sample.rollout for sample in samples.values()]
+    _lengths(
+        {
+            name: (len(sample.rollout.logprobs if sample.rollout.logprobs is not None else ()), sample.tokens)
+            for name, sample in samples.items()
+        },
+        "the rollout's logprobs",
+    )
+    out: dict[str, Any] = {
+        "sequence_id": np.repeat(np.array(list(samples)), [sample.tokens for sample in samples.values()]),
+        "rollout_logprob": np.concatenate([np.asarray(rollout.logprobs, dtype=np.float64) for rollout in own]),
+        "mask": np.concatenate([np.ones(len(r.response_ids)) if r.loss_mask is None else np.asarray(r.loss_mask) for r in own]),
+        "token_id": np.concatenate([np.asarray(rollout.response_ids, dtype=np.int64) for rollout in own]),
+        "position": np.concatenate([len(rollout.prompt_ids) + np.arange(len(rollout.response_ids)) for rollout in own]),
+    }
+    versions = [sample.versions for sample in samples.values()]
+    if all(found is not None for found in versions):
+        out["version"] = _column([version for found in versions for version in found or ()])
+    since = [sample.since_resume for sample in samples.values()]
+    if all(found is not None for found in since):
+        out["since_resume"] = np.concatenate([found for found in since if found is not None])
+    return out
+
+
+def _scored(samples: Mapping[str, _Sample], trainer: str) -> dict[str, Any]:
+    """The trainer's columns out of ``Score`` events."""
+    bare = [name for name, sample in samples.items() if not sample.scores]
+    if bare:
+        raise GapError(
+            f"{len(bare):,} of {len(samples):,} rollouts have no score by {trainer.removeprefix(_SCORES)!r} in the trace (the first:"
+            f" {bare[0]}). Name a scorer that is there, or give a Parquet file with the trainer's logprobs."
+        )
+    for version in {version for sample in samples.values() for version in sample.scores}:
+        _lengths(
+            {name: (len(s.scores[version]), s.tokens) for name, s in samples.items() if version in s.scores}, f"the scores under {version}"
+        )
+    common = [version for version in next(iter(samples.values())).scores if all(version in sample.scores for sample in samples.values())]
+    out: dict[str, Any] = {"trainer_logprob": np.concatenate([_own_score(name, sample) for name, sample in samples.items()])}
+    if len(common) > 1:
+        out["by_version"] = {version: np.concatenate([sample.scores[version] for sample in samples.values()]) for version in common}
+    elif len(common) == 1 and isinstance(common[0], int):
+        out["current_version"] = np.full(len(out["trainer_logprob"]), common[0])
+    return out
+
+
+def _own_score(name: str, sample: _Sample) -> FloatArray:
+    """Each token's score under its own version; the only score that there is, whatever its version."""
+    if len(sample.scores) == 1:
+        return next(iter(sample.scores.values()))
+    versions = sample.versions
+    lacking = sorted({str(version) for version in versions or ()} - {str(version) for version in sample.scores})
+    if versions is None or lacking:
+        told = f"no score under version {', '.join(lacking)}" if lacking else "no version for each of its tokens"
+        raise GapError(f"Rollout {name} has several scores and {told}: score every segment under the version that sampled it.")
+    return np.array([sample.scores[version][i] for i, version in enumerate(versions)], dtype=np.float64)
+
+
+def _read(samples: Mapping[str, _Sample], path: Path, renamed: dict[str, str]) -> dict[str, Any]:
+    """The trainer's columns out of a Parquet file, in the order of the samples."""
+    values, _ = read_columns(path, required=("sequence_id", "trainer_logprob"), renamed=renamed)
+    ids = np.asarray(values["sequence_id"]).astype(str)
+    position = values.get("position")
+    order = np.lexsort((position, ids)) if position is not None else np.argsort(ids, kind="stable")
+    names, first, counts = np.unique(ids[order], return_index=True, return_counts=True)
+    there = {str(name): order[begin : begin + count] for name, begin, count in zip(names, first, counts, strict=True)}
+    bare = [name for name in samples if name not in there and samples[name].tokens]
+    if bare:
+        raise GapError(
+            f"{path} has no rows for {len(bare):,} of {len(samples):,} rollouts (the first: {bare[0]}); its sequence_id must be the"
+            " request's id."
+        )
+    _lengths({name: (len(there.get(name, ())), sample.tokens) for name, sample in samples.items()}, f"{path}")
+    rows = np.concatenate([there.get(name, order[:0]) for name in samples])
+    out = {"trainer_logprob": values["trainer_logprob"][rows]}
+    if "token_id" in values:
+        out["trainer_token_id"] = values["token_id"][rows]
+    return out
+
+
+def _lengths(found: Mapping[str, tuple[int, int]], what: str) -> None:
+    wrong = [(name, here, there) for name, (here, there) in found.items() if here != there]
+    if wrong:
+        name, here, there = wrong[0]
+        raise GapError(
+            f"{what}: {len(wrong):,} rollouts have another number of logprobs than response tokens (the first: {name}, {here:,} for"
+            f" {there:,}). One logprob is needed for each response token, masked ones included."
+        )
+
+
+def _column(values: list[Version]) -> npt.NDArray[Any]:
+    """Integers as such, so that ages can be told; anything else as text."""
+    whole = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+    return np.array(values, dtype=np.int64) if whole else np.array([str(value) for value in values], dtype=object)
