@@ -68,6 +68,12 @@ def experiments_for(contract: Contract) -> Iterator[Experiment]:
     # last of its setting: an engine that does not survive it is no use for the others
     yield Experiment(name="identity", about="an update to the weights that the engine has", run=_identity)
     yield Experiment(name="crowded", about="more calls than the KV cache holds", run=_crowded, setting=Setting.CROWDED)
+    yield Experiment(
+        name="temperature-crowded",
+        about="logprobs at a temperature, where the setting has another mode",
+        run=_temperature,
+        setting=Setting.CROWDED,
+    )
     yield Experiment(name="crowded-again", about="the same calls once more, with prefixes cached", run=_crowded, setting=Setting.CROWDED)
 
 
@@ -108,6 +114,8 @@ async def _cached(bench: Bench) -> None:
     await bench.finish(*first)
     again = [bench.ask(short, 6, seed=11), bench.ask(long + bench.prompt(9), 6, seed=12)]
     await bench.finish(*again)
+    await bench.clear_cache()
+    await bench.finish(bench.ask(short, 6, seed=11))
 
 
 async def _samples(bench: Bench) -> None:

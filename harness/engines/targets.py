@@ -29,18 +29,22 @@ _CROWDED_TOKENS = 256
 class RealEngine:
     """A released engine: where its adapter is (``module:class``), and the tiny models of the two settings.
 
-    ``extra`` are settings of the adapter that the run needs.
+    ``other_logprobs`` is the ``logprobs_mode`` of the crowded setting, so that one run sees both modes. ``extra`` are settings of
+    the adapter that the run needs.
     """
 
     adapter: str
     main: str = "qwen3_moe"
     crowded: str = "qwen3_moe"
+    other_logprobs: str | None = None
     extra: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 REAL: Mapping[str, RealEngine] = MappingProxyType(
     {
-        "vllm": RealEngine(adapter="rollproof.engines.vllm:VllmEngine", crowded="afmoe", extra={"load": "edit"}),
+        "vllm": RealEngine(
+            adapter="rollproof.engines.vllm:VllmEngine", crowded="afmoe", other_logprobs="processed_logprobs", extra={"load": "edit"}
+        ),
         "vllm-offline": RealEngine(adapter="rollproof.engines.vllm:VllmEngine", extra={"load": "edit", "offline": True}),
         "sglang": RealEngine(
             adapter="rollproof.engines.sglang:SglangEngine",
@@ -109,7 +113,7 @@ def _real_target(
     checkpoints = _checkpoints(engine, model, folder, seed, say)
     extra = dict(engine.extra)
     settings = {setting: EngineSettings(model=found["A"], extra=extra) for setting, found in checkpoints.items()}
-    settings[Setting.CROWDED] = replace(settings[Setting.CROWDED], kv_tokens=_CROWDED_TOKENS)
+    settings[Setting.CROWDED] = replace(settings[Setting.CROWDED], kv_tokens=_CROWDED_TOKENS, logprobs_mode=engine.other_logprobs)
 
     def oracle(subject: EngineSubject, versions: Mapping[str, Path]) -> Oracle:
         return ReferenceModel(versions, subject.contract)

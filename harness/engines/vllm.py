@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.contract import Contract
+from rollproof.contract import Contract, Logprobs
 from rollproof.engine_terms import PauseMode, StreamMode
 from rollproof.engines.asks import EngineSettings, Piece, Query, Watch, WeightUpdate
 from rollproof.engines.declaring import declared, kv_groups_of
@@ -30,6 +30,8 @@ _HOST = "rollproof.engines.vllm_host"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _OURS = ("python", "flavour", "deadline", "load", "offline")
 """Keys of ``EngineSettings.extra`` that are not vLLM's own."""
+_LOGPROBS = {"raw_logprobs": Logprobs.RAW, "processed_logprobs": Logprobs.PROCESSED}
+"""What each ``logprobs_mode`` of vLLM gives (vllm/config/model.py)."""
 _BLOCK = 32
 """Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
 
@@ -48,7 +50,11 @@ class VllmEngine:
     def __init__(self, settings: EngineSettings, progress: Callable[[str], None] | None = None) -> None:
         self.settings = settings
         flavour = flavour_named(str(settings.extra.get("flavour", "vllm")))
-        self.contract = declared(offline(flavour) if settings.extra.get("offline") else flavour, settings)
+        contract = declared(offline(flavour) if settings.extra.get("offline") else flavour, settings)
+        mode = settings.logprobs_mode or "raw_logprobs"
+        if mode not in _LOGPROBS:
+            raise UsageError(f"vLLM's logprobs_mode {mode!r} gives no logprobs to compare; choose among {list(_LOGPROBS)}.")
+        self.contract = replace(contract, logprobs=_LOGPROBS[mode])
         self._progress = progress
         self._process: EngineProcess | None = None
         self._loaded = settings.model

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollproof.contract import Contract, ResumeBy, Rows
+from rollproof.contract import Contract, Logprobs, ResumeBy, Rows
 from rollproof.engine_terms import EngineTerms, PauseMode
 from rollproof.engines import vllm_cpu
 from rollproof.engines.asks import EngineSettings
@@ -101,6 +101,10 @@ def test_options_of_the_adapter_are_checked(config: Callable[..., EngineSettings
     settings = config(**MOE)
     with pytest.raises(UsageError, match="'reload' or 'edit'"):
         VllmEngine(EngineSettings(model=settings.model, extra={"load": "push"}))
+    with pytest.raises(UsageError, match="no logprobs to compare"):
+        VllmEngine(EngineSettings(model=settings.model, logprobs_mode="raw_logits"))
+    processed = VllmEngine(EngineSettings(model=settings.model, logprobs_mode="processed_logprobs")).contract
+    assert (Logprobs.RAW, Logprobs.PROCESSED) == (VllmEngine(settings).contract.logprobs, processed.logprobs)
     options = engine_options(EngineSettings(model=settings.model, kv_tokens=256, extra={"load": "edit", "swap_space": 0}))
     assert {"num_gpu_blocks_override": 9, "swap_space": 0} == {
         name: options["engine"].get(name) for name in ("num_gpu_blocks_override", "swap_space")
