@@ -144,7 +144,7 @@ class _Finder:
         if spec.name == _PACKAGE:
             module.__dict__["assign_req_to_token_pool_cpu"] = _assign_slots
         elif spec.name == _VISION:
-            module.__version__ = "0.28.0"  # the release for torch 2.13: transformers asks, and SGLang needs it to say yes
+            module.__dict__["__version__"] = "0.28.0"  # the release for torch 2.13: transformers asks, and SGLang needs it to say yes
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
