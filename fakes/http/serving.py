@@ -13,6 +13,7 @@ import uvicorn
 from rollproof.errors import UsageError
 from rollproof.fakes.http.backing import Backing, ServeOptions
 from rollproof.fakes.http.sglang import sglang_app
+from rollproof.fakes.http.vllm import vllm_app
 from rollproof.trace import TraceSink
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FACES", "bound_socket", "serve_forever", "serving"]
 
-FACES: Mapping[str, tuple[Callable[[Backing], Starlette], str]] = {"sglang": (sglang_app, "sglang")}
+FACES: Mapping[str, tuple[Callable[[Backing], Starlette], str]] = {"sglang": (sglang_app, "sglang"), "vllm": (vllm_app, "vllm")}
 """Faces by name: the application, and the flavour of engine that it stands in front of."""
 
 

@@ -10,18 +10,16 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
-from rollproof.fakes.failures import BadCall, EnginePaused, ServerDied, TransferFailed
+from rollproof.fakes.failures import BadCall, EnginePaused, TransferFailed
+from rollproof.fakes.http.application import BadRequest, application, body_of, field, text_of, token_ids, words_of
 from rollproof.fakes.http.backing import Backing
-from rollproof.fakes.http.requests import BadRequest, body_of, field, token_ids
 from rollproof.fakes.http.wire import as_int32
 from rollproof.records import EngineOutput, FinishReason
 from rollproof.trace import PauseMode
@@ -64,39 +62,11 @@ def sglang_app(backing: Backing) -> Starlette:
         "/server_info": face.server_info,
         "/v1/models": face.models,
     }
-    routes = [Route(path, _answered(handler), methods=["POST"]) for path, handler in posts.items()]
-    routes += [Route(path, _answered(handler), methods=["GET"]) for path, handler in gets.items()]
-    routes += [Route("/flush_cache", _answered(face.flush), methods=["GET", "POST"])]
-    return Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_allowed})
+    return application(posts, gets, {"/flush_cache": face.flush}, wrong=_wrong)
 
 
-_Handler = Callable[[Request], Awaitable[Response]]
-
-
-def _answered(handler: _Handler) -> _Handler:
-    """What a request is at fault of, or the server in no state for, as its status."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except BadRequest as error:
-            if error.status == 422:
-                return JSONResponse({"detail": str(error)}, 422)
-            return JSONResponse({"error": {"message": str(error)}}, error.status)
-        except BadCall as error:
-            return JSONResponse({"error": {"message": str(error)}}, 400)
-        except ServerDied:
-            return Response(status_code=503)
-
-    return answer
-
-
-async def _not_found(_request: Request, _error: Exception) -> Response:
-    return JSONResponse({"detail": "Not Found"}, 404)
-
-
-async def _not_allowed(_request: Request, _error: Exception) -> Response:
-    return JSONResponse({"detail": "Method Not Allowed"}, 405)
+def _wrong(text: str, status: int) -> Mapping[str, Any]:
+    return {"detail": text} if status in (404, 405, 422) else {"error": {"message": text}}
 
 
 class _Face:
@@ -263,7 +233,7 @@ class _Call:
         if (ids is None) == (text is None):
             raise BadRequest("Either text or input_ids should be provided, and only one of them.")
         self.shows_text = text is not None
-        self.prompt = token_ids(ids, "input_ids", vocab) if text is None else _words(text or "", vocab)
+        self.prompt = token_ids(ids, "input_ids", vocab) if text is None else words_of(text or "", vocab)
         sampling = field(body, "sampling_params", dict, {})
         self.max_tokens: int = field(sampling, "max_new_tokens", int, _UNLIMITED)
         samples = field(sampling, "n", int, 1)
@@ -307,7 +277,7 @@ def _meta(call: _Call, rid: str, output: EngineOutput, taken: float, backing: Ba
 
 def _reply(call: _Call, rid: str, output: EngineOutput, taken: float, backing: Backing, *, sent: int = 0) -> bytes:
     meta = _meta(call, rid, output, taken, backing)
-    body: dict[str, Any] = {"text": _text_of(output.token_ids[sent:])} if call.shows_text else {}
+    body: dict[str, Any] = {"text": text_of(output.token_ids[sent:])} if call.shows_text else {}
     text = json.dumps({**body, "output_ids": list(output.token_ids[sent:]), "meta_info": meta}, separators=(",", ":")).encode()
     if output.routes is None:
         return text
@@ -326,7 +296,7 @@ def _chunk(call: _Call, rid: str, tokens: tuple[int, ...], sent: int, backing: B
         "completion_tokens": len(tokens),
         "cached_tokens": 0,
     }
-    body: dict[str, Any] = {"text": _text_of(shown)} if call.shows_text else {}
+    body: dict[str, Any] = {"text": text_of(shown)} if call.shows_text else {}
     return json.dumps({**body, "output_ids": list(shown), "meta_info": meta}, separators=(",", ":")).encode()
 
 
@@ -344,16 +314,3 @@ def _finish(output: EngineOutput) -> dict[str, Any]:
 
 def _text(label: Any) -> str:
     return "default" if label is None else str(label)
-
-
-def _text_of(tokens: Sequence[int]) -> str:
-    return " ".join(f"w{token}" for token in tokens)
-
-
-def _words(text: str, vocab: int) -> tuple[int, ...]:
-    """Token ids of words ``w5``; any other word is a token made of its bytes."""
-    ids = []
-    for word in text.split():
-        number = word.removeprefix("w")
-        ids.append(int(number) % vocab if number.isdigit() else int(np.frombuffer(word.encode().ljust(8, b"\0")[:8], "<u8")[0] % vocab))
-    return tuple(ids)

@@ -15,7 +15,7 @@ __all__ = ["serve"]
 
 
 def serve(
-    face: Annotated[str, typer.Option("--as", metavar="sglang", help="Whose HTTP face the server has.")],
+    face: Annotated[str, typer.Option("--as", metavar="sglang|vllm", help="Whose HTTP face the server has.")],
     port: Annotated[int, typer.Option("--port", metavar="N", help="Port on 127.0.0.1; 0: a free one, which is told.")] = 0,
     flavour: Annotated[
         str | None, typer.Option("--flavour", metavar="NAME", help="Release whose conventions hold; default: the newest.")
