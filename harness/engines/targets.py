@@ -30,20 +30,26 @@ class RealEngine:
     """A released engine: where its adapter is (``module:class``), and the tiny models of the two settings.
 
     ``other_logprobs`` is the ``logprobs_mode`` of the crowded setting, so that one run sees both modes. ``extra`` are settings of
-    the adapter that the run needs.
+    the adapter that the run needs, ``crowded_extra`` more of them for the crowded setting.
     """
 
     adapter: str
     main: str = "qwen3_moe"
     crowded: str = "qwen3_moe"
     other_logprobs: str | None = None
+    crowded_extra: Mapping[str, Scalar] = field(default_factory=dict)
     extra: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 REAL: Mapping[str, RealEngine] = MappingProxyType(
     {
+        # one run sees both faces of vLLM: AsyncLLM, and for what needs no pauses the offline LLM, which is one process to start
         "vllm": RealEngine(
-            adapter="rollproof.engines.vllm:VllmEngine", crowded="afmoe", other_logprobs="processed_logprobs", extra={"load": "edit"}
+            adapter="rollproof.engines.vllm:VllmEngine",
+            crowded="afmoe",
+            other_logprobs="processed_logprobs",
+            extra={"load": "edit"},
+            crowded_extra={"offline": True},
         ),
         "vllm-offline": RealEngine(adapter="rollproof.engines.vllm:VllmEngine", extra={"load": "edit", "offline": True}),
         "sglang": RealEngine(
@@ -113,7 +119,12 @@ def _real_target(
     checkpoints = _checkpoints(engine, model, folder, seed, say)
     extra = dict(engine.extra)
     settings = {setting: EngineSettings(model=found["A"], extra=extra) for setting, found in checkpoints.items()}
-    settings[Setting.CROWDED] = replace(settings[Setting.CROWDED], kv_tokens=_CROWDED_TOKENS, logprobs_mode=engine.other_logprobs)
+    settings[Setting.CROWDED] = replace(
+        settings[Setting.CROWDED],
+        kv_tokens=_CROWDED_TOKENS,
+        logprobs_mode=engine.other_logprobs,
+        extra={**extra, **engine.crowded_extra},
+    )
 
     def oracle(subject: EngineSubject, versions: Mapping[str, Path]) -> Oracle:
         return ReferenceModel(versions, subject.contract)
