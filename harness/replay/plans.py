@@ -136,7 +136,7 @@ def _self_replay(terms: ReplayTerms) -> Episode:
 def _drift(contract: Contract, terms: ReplayTerms) -> Episode:
     """Replay under other weights: it must change the results, its gradients must be the slope of its loss, and a reference must agree."""
     size = 10.0 ** (-terms.float_digits / 4)  # between the rounding of the loss, and the curvature of its slope
-    layers = contract.moe_layers or ()
+    layers = list(contract.moe_layers or ())
     slopes = [
         chosen(f"layer {layer} nudged {sign}", weights=1, nudge=way * size, nudge_layer=layer)
         for layer in dict.fromkeys((layers[0], layers[-1]))

@@ -66,7 +66,7 @@ def chosen_by(contract: Contract, step: Step, calls: Sequence[Routing]) -> IntAr
     chosen: IntArray = np.full(frame.experts.shape, -1, dtype=np.int32)
     for call in calls:
         column = frame.column(call.layer)
-        if column is None or call.experts.shape[1] != chosen.shape[2]:
+        if column is None or call.experts.shape[1] != (contract.top_k or 1):
             continue
         places = frame.places(call)
         chosen[places[places >= 0], column] = call.experts[places >= 0]
