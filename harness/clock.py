@@ -57,6 +57,11 @@ class VirtualLoop(base_events.BaseEventLoop):
         """Let time pass so many times more, and then no further."""
         self._jumps_left = jumps
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is scheduled: no callback is ready, and no timer is set."""
+        return not any(not handle.cancelled() for handle in (*self._ready, *self._scheduled))
+
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._now

@@ -153,6 +153,7 @@ class _Run:
         """The whole run."""
         await self.start()
         loop = asyncio.get_running_loop()
+        assert isinstance(loop, clock.VirtualLoop)
         await self._gauge("start")
         tasks = []
         for i, request in enumerate(self.case.requests):
@@ -160,12 +161,14 @@ class _Run:
             self.pending[request.request_id] = task
             tasks.append(task)
         done, hung = await asyncio.wait(tasks, timeout=self.case.deadline)
+        # where the deadline was the last timer, no polling was cut short: time passed in a single jump
+        why = clock.DEADLOCK if loop.idle else f"the virtual deadline of {self.case.deadline:g} s passed"
         for task in done:
             if not task.cancelled():  # by the subject, which then left its request open: a hang
                 task.result()
         for request_id in list(self.pending):
             self.fleet.raise_error()
-            self._hung(request_id, f"the virtual deadline of {self.case.deadline:g} s passed")
+            self._hung(request_id, why)
         if not hung:
             await self._wind_down()
         await self._look_again()
