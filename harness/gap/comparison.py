@@ -141,14 +141,9 @@ def _effects(first: FloatArray, base: FloatArray, *, resamples: int, seed: int, 
     out = []
     for metric, column in COMPARED.items():
         here, there = PLACE[column], len(NAMES) + PLACE[column]
-
-        def ratio(sums: FloatArray, here: int = here, there: int = there) -> FloatArray:
-            above, below = sums[..., here], sums[..., there]
-            return np.asarray(np.divide(above, below, out=np.full(np.shape(below), np.nan), where=below > 0))
-
         tokens = resampler.total[PLACE["finite"]]
         value, other = float(resampler.total[here] / tokens), float(resampler.total[there] / tokens)
-        out.append(Effect(metric=metric, value=value, against=other, ratio=resampler.bca(ratio), smaller=smaller))
+        out.append(Effect(metric=metric, value=value, against=other, ratio=resampler.ratio(here, there), smaller=smaller))
     return tuple(out)
 
 

@@ -305,7 +305,8 @@ def _lag(scene: _Scene) -> Cause | None:
     if len(row) < 2:
         return None
     fresh, oldest = row[0], row[-1]
-    rising = np.corrcoef(np.arange(len(row)), [bucket.abs_diff.value for bucket in row])[0, 1] if len(row) > 2 else 1.0
+    sizes = np.array([bucket.abs_diff.value for bucket in row])
+    rising = np.corrcoef(np.arange(len(row)), sizes)[0, 1] if len(row) > 2 and np.ptp(sizes) > 0 else 1.0
     if not (oldest.abs_diff.low > fresh.abs_diff.high and rising > 0.7):
         return None
     return Cause(

@@ -122,6 +122,29 @@ class Resampler:
         low, high = sorted(metric.factor * end + metric.shift for end in ends)
         return Interval(value=value, low=float(low), high=float(high))
 
+    def ratio(self, above: int, below: int) -> Interval:
+        """Studentised interval of the total of column ``above`` over that of ``below``, both never negative, on the log scale.
+
+        Where the two err on the same tokens (one rollout scored twice) the ratio is far better known than either total.
+        """
+        a, b = self.units[:, above], self.units[:, below]
+        n = len(a)
+        if not b.sum() > 0:
+            return Interval(value=np.nan, low=np.nan, high=np.nan)
+        value = float(a.sum() / b.sum())
+        if n < 2 or value == 0:
+            return Interval(value=value, low=np.nan, high=np.nan)
+        error = float(np.sqrt(((a / a.sum() - b / b.sum()) ** 2).sum() * n / (n - 1)))
+        if error < 1e-12:  # one side is a multiple of the other, up to rounding
+            return Interval(value=value, low=value, high=value)
+        columns = np.stack([a, b, a * a, a * b, b * b], axis=1)
+        top, bottom, aa, ab, bb = np.concatenate([counts @ columns for counts in self.counts()]).T
+        with np.errstate(invalid="ignore", divide="ignore"):
+            spread = aa / top**2 - 2 * ab / (top * bottom) + bb / bottom**2
+            pivots = np.log(top / bottom / value) / np.sqrt(np.maximum(spread, 0.0) * n / (n - 1))
+        left, right = _pivot_ends(pivots, n)
+        return Interval(value=value, low=float(value * np.exp(-right * error)), high=float(value * np.exp(-left * error)))
+
     def bca(self, statistic: Statistic) -> Interval:
         """BCa interval of a function of the sums."""
         value = float(statistic(self.total))

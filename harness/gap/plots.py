@@ -43,7 +43,7 @@ COLOURS: Mapping[str, str] = {
 """Names and light colours; the page puts its variables of these names in their place."""
 _INK, _MUTED, _GRID, _BLUE, _RED = (COLOURS[name] for name in ("ink", "muted", "grid", "blue", "vermilion"))
 _CYCLE = ("blue", "orange", "green", "purple", "sky", "vermilion")
-_WIDTH = 5.0
+_WIDTH = 4.4
 """Inches. A phone shows such a figure at about its own size, so that its text stays readable."""
 RC: Mapping[str, Any] = {
     "font.size": 9,
@@ -124,7 +124,7 @@ def _limits(report: GapReport) -> Plot | None:
             axes.plot(max(target / _badness(limit.fail, limit), floor), place, "|", color=_MUTED, ms=9, mew=1.2)
     axes.axvline(1.0, color=_INK, lw=1)
     _log_scale(axes, "x")
-    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("distance from equality / limit")
     axes.grid(axis="x")
@@ -307,7 +307,7 @@ def _effects(comparison: Comparison) -> Plot:
             axes.plot([effect.ratio.low, effect.ratio.high], [place, place], color=colour, lw=2.2, solid_capstyle="butt")
     axes.axvline(1.0, color=_INK, lw=1)
     _log_scale(axes, "x")
-    axes.set_yticks(range(len(rows)), [f"{_cut(name, 22)}, {effect.metric}" for name, effect in rows])
+    axes.set_yticks(range(len(rows)), [f"{_cut(name, 22)}, {effect.metric}" for name, effect in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"ratio to {_cut(comparison.against, 30)}")
     axes.grid(axis="x")
@@ -356,7 +356,7 @@ def _shaded(axes: _Axes, across: Any, down: Any, values: Any, *, log: bool) -> l
     out = []
     for level in range(_SHADES):
         cells = np.argwhere((shade == level) & np.isfinite(values) & (values > 0))
-        alpha = 0.14 + 0.86 * level / (_SHADES - 1)
+        alpha = 0.2 + 0.8 * level / (_SHADES - 1)
         out.append((float(ends[level]), float(ends[level + 1]), alpha))
         if len(cells):
             outline = Outline.make_compound_path(*(_cell(across, down, row, column) for row, column in cells))
