@@ -192,22 +192,31 @@ def _input(one: LayoutCall, out: Collector) -> None:
 
 @outcome_check(
     "layout.refuses",
-    promise="Rows that do not fit their tokens are refused or left to the router, never cut or filled in silence.",
+    promise="Rows that do not fit their tokens, and payloads of too few layers, are refused or left to the router, never made to fit.",
     exercised_by="malformed calls",
 )
 def _refuses(one: LayoutCall, out: Collector) -> None:
     if not one.call.defect:
-        out.inapplicable("the subject has no function that malformed input is made for (complete)")
+        out.inapplicable("the subject has no function that malformed input is made for (complete, targets)")
         return
     out.exercised("malformed calls")
-    if one.event.refused is None and one.event.misfit is None and (fault := _accepted(one)):
-        held, tokens = one.call.held[0], one.call.lengths[0]
+    if one.event.refused is not None or one.event.misfit is not None:
+        return
+    if one.event.function == "targets":
+        columns, wanted = one.call.coding.columns, one.layout.columns
+        fault, expected = (
+            f"targets for layers {one.event.out[0].tolist()} of {columns} columns",
+            f"an error for {columns} columns of {wanted}",
+        )
+    else:
+        fault, expected = _accepted(one), f"an error for {one.call.held[0]} rows and {one.call.lengths[0]} tokens, or a mask for the router"
+    if fault:
         out.finding(
             f"{one.call.defect}: accepted",
-            expected=f"an error for {held} rows and {tokens} tokens, or a mask that leaves the router free",
+            expected=expected,
             observed=fault,
             where=one.where(),
-            hint="Rows that do not fit are another sample's, or were lost on the way: refuse them where the sample can still be named.",
+            hint="What does not fit is another sample's or model's, or was lost on the way: refuse it where it can still be named.",
         )
 
 

@@ -48,6 +48,14 @@ class _OffsetOfRouters(MegatronLike):
         return {layer: rows[:, (first + i) % layout.columns] for i, layer in enumerate(routers)}
 
 
+class _ClampsColumns(MegatronLike):
+    """A column that is not there is replaced by the last one that is."""
+
+    def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[Layer, IntArray]:
+        chosen = {layer: min(self.column(layout, layer), rows.shape[1] - 1) for layer in self.routed(layout, rank, chunk)}
+        return {layer: rows[:, column] for layer, column in chosen.items()}
+
+
 class _SwapsLayers(MegatronLike):
     def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[Layer, IntArray]:
         chosen = super().select(layout, rows, rank, chunk)
@@ -179,6 +187,14 @@ BUGS: tuple[KnownBug, ...] = (
         _OffsetOfRouters,
         "select",
         "layer-map",
+    ),
+    layout_bug(
+        "missing-columns-made-up",
+        "A payload of too few layers is taken, and its last column stands for those that it lacks.",
+        ("cf. verl set_router_replay_data", "cf. miles sglang_rollout.py"),
+        _ClampsColumns,
+        "targets",
+        "refuses",
     ),
     layout_bug(
         "layers-swapped", "The layers of a stage are handed out in reverse order.", ("cf. verl#7340",), _SwapsLayers, "select", "layer-map"

@@ -20,7 +20,10 @@ from rollproof.replay.layouts.packing import Alignment
 from rollproof.replay.layouts.payloads import Coding
 from rollproof.replay.layouts.sizes import LENGTHS, draw_lengths, draw_rows, draw_stages, small_rows, small_stages, with_model
 
-__all__ = ["coding_for", "layout_calls"]
+__all__ = ["FEW_COLUMNS", "coding_for", "layout_calls"]
+
+FEW_COLUMNS = "two layers fewer than declared"
+"""Defect of payloads: one fewer could be a payload of MoE layers where the first layer is dense."""
 
 _Maker: TypeAlias = "Callable[[Layout, np.random.Generator | None], Iterator[Call]]"
 """Calls for one function: all of the small scope without a generator, or those of one random draw with it."""
@@ -40,9 +43,9 @@ def layout_calls(name: str, layout: Layout, *, seed: int = 0, draws: int = 40, n
             yield _coded(call, numbers and i % 2 == 1)
 
 
-def coding_for(layout: Layout, samples: int, positions: int, *, numbers: bool) -> Coding:
-    """Expert ids where they can tell the cells apart and are wanted, a side tensor otherwise."""
-    columns = max(1, layout.columns)
+def coding_for(layout: Layout, samples: int, positions: int, *, numbers: bool, columns: int | None = None) -> Coding:
+    """Expert ids where they can tell the cells apart and are wanted, a side tensor otherwise; ``columns`` are the layout's by default."""
+    columns = max(1, layout.columns) if columns is None else columns
     enough = layout.top_k > 1 and samples * positions * columns <= (layout.num_experts - 1) ** 2
     experts = 0 if numbers or not enough else layout.num_experts
     return Coding(samples=samples, positions=positions, columns=columns, experts=experts, top_k=layout.top_k)
@@ -54,7 +57,8 @@ _UNCODED = Coding(samples=1, positions=1, columns=1)
 def _coded(call: Call, numbers: bool) -> Call:
     samples = max(len(call.lengths), 2 if call.segments else 1)
     positions = max([*call.lengths, *call.held, *(start + rows for start, rows, _ in call.segments), 1])
-    return replace(call, coding=coding_for(call.layout, samples, positions, numbers=numbers))
+    columns = call.layout.columns - 2 if call.defect == FEW_COLUMNS else None
+    return replace(call, coding=coding_for(call.layout, samples, positions, numbers=numbers, columns=columns))
 
 
 def _call(layout: Layout, **fields: object) -> Call:
@@ -200,6 +204,9 @@ def _targets(layout: Layout, random: np.random.Generator | None) -> Iterator[Cal
         for i, pp in enumerate(range(call.layout.mesh.pp)):
             for rank in ranks if i == 0 else ranks[-1:]:
                 yield replace(call, rank=replace(rank, pp=pp), chunk=call.layout.mesh.vpp - 1, held=held)
+        if random is None and call.layout.num_layers >= 4:  # seen on the last stage, which needs the last column
+            last = replace(ranks[0], pp=call.layout.mesh.pp - 1)
+            yield replace(call, rank=last, chunk=call.layout.mesh.vpp - 1, held=held, defect=FEW_COLUMNS)
 
 
 def _microbatches(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
