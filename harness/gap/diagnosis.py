@@ -306,7 +306,8 @@ def _lag(scene: _Scene) -> Cause | None:
         return None
     fresh, oldest = row[0], row[-1]
     sizes = np.array([bucket.abs_diff.value for bucket in row])
-    rising = np.corrcoef(np.arange(len(row)), sizes)[0, 1] if len(row) > 2 and np.ptp(sizes) > 0 else 1.0
+    means = [bucket.abs_diff.value for bucket in row]
+    rising = np.corrcoef(np.arange(len(row)), means)[0, 1] if np.ptp(means) > 0 else 0.0
     if not (oldest.abs_diff.low > fresh.abs_diff.high and rising > 0.7):
         return None
     return Cause(
