@@ -200,8 +200,13 @@ def replay_check(
 ) -> Callable[[Callable[[StepView, Collector], None]], Check]:
     """Make a ``Check`` of a function ``(view, out)`` that is called once per step, after it has ended."""
 
+    def ruled_out(contract: Contract) -> str | None:
+        if contract.replay is None:
+            return "the contract declares no replay terms"
+        return None if applies is None else applies(contract)
+
     def make(judge: Callable[[StepView, Collector], None]) -> Check:
         fold = type(judge.__name__, (_PerStep,), {"judge": staticmethod(judge)})
-        return trace_check(id, promise=promise, needs=needs, exercised_by=exercised_by, applies=applies, about="replay")(fold)
+        return trace_check(id, promise=promise, needs=needs, exercised_by=exercised_by, applies=ruled_out, about="replay")(fold)
 
     return make

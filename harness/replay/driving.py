@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollproof import clock
+from rollproof.blame import blame
 from rollproof.contract import Contract
 from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.progress import Progress
@@ -18,7 +19,7 @@ from rollproof.replay.contract import terms_of
 from rollproof.replay.events import Outcome, Phase, Residue, Routing, Step
 from rollproof.replay.plans import Episode, Planned, RoutesFrom, episodes_for, random_episodes
 from rollproof.replay.samples import as_given, as_payload, make_samples, spoiled, with_drawn_routes, without_response
-from rollproof.replay.spy import InjectedFailure, Spy, UnsupportedStep
+from rollproof.replay.spy import InjectedFailure, Spy, UnsupportedStep, sketch
 from rollproof.replay.targets import chosen_by
 from rollproof.replay.terms import Defect
 from rollproof.subjects import SubjectFactory
@@ -28,6 +29,7 @@ from rollproof.trace import Header, Recorder, Trace
 __all__ = ["drive_episode", "make_subject", "record_again", "record_replay"]
 
 REFERENCE = "reference"
+_SKETCH = sketch(0.0).shape
 _NO_RESPONSE, _EMPTY = "a response of length 0", "a microbatch without samples"
 
 
@@ -101,7 +103,8 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
         subject = _settled(factory())
     except RollproofError:
         raise
-    except Exception as error:  # whatever a user's constructor raises, told in our words
+    except BaseException as error:  # whatever a user's constructor raises, told in our words
+        blame(error, label)
         raise SubjectError(f"{label} could not be made: {told(error)}.") from error
     contract = getattr(subject, "contract", None)
     if not isinstance(contract, Contract) or contract.replay is None or not callable(getattr(subject, "run", None)):
@@ -187,9 +190,8 @@ class _Drive:
         run = subject.run if step.variant != REFERENCE else None
         try:
             outcome = _settled(run(step, spy) if run is not None else subject.reference(step))
-        except (UnsupportedStep, SubjectError):
-            raise
-        except Exception as error:  # noqa: BLE001 - what a trainer raises is judged
+        except BaseException as error:  # noqa: BLE001 - what a trainer raises is judged
+            _pass_on(error, f"{self.label}.run")
             return Outcome(step=step.name, error=told(error), injected=_injected(error))
         return _sound(outcome, step, self.label)
 
@@ -209,9 +211,8 @@ class _Drive:
                 made = _settled(make(planned.variant))
             except (KeyError, NotImplementedError) as error:
                 raise UnsupportedStep(f"the subject has no variant {planned.variant!r}: {told(error)}") from error
-            except RollproofError:
-                raise
-            except Exception as error:  # an option that replay cannot go with may be refused while a model is made
+            except BaseException as error:  # an option that replay cannot go with may be refused while a model is made
+                _pass_on(error, f"{self.label}.variant")
                 raise _Refused(told(error)) from error
             if not callable(getattr(made, "run", None)):
                 raise SubjectError(f"{self.label}.variant({planned.variant!r}) must return a ReplaySubject, not {type(made).__name__}.")
@@ -235,9 +236,8 @@ class _Drive:
                 _settled(nudge(step.nudge_layer, step.nudge))
         except NotImplementedError as error:
             raise UnsupportedStep(f"the subject has no weights number {step.weights}: {told(error)}") from error
-        except RollproofError:
-            raise
-        except Exception as error:
+        except BaseException as error:
+            _pass_on(error, f"{self.label}.set_weights")
             raise SubjectError(
                 f"{self.label} could not set weights number {step.weights}, nudged by {step.nudge}: {told(error)}. What a subject does not "
                 "offer is told by raising UnsupportedStep."
@@ -295,6 +295,17 @@ class _Drive:
         return tuple(
             replace(sample, routes=as_payload(self.contract, piece, planned.cut)) for sample, piece in zip(samples, pieces, strict=True)
         )
+
+
+def _pass_on(error: BaseException, where: str) -> None:
+    """Raise what is no outcome: Ctrl-C, an end of the process, and what says that the subject itself cannot go on.
+
+    rollproof's other errors are outcomes like any: its own replay code refuses routers and routes by them.
+    """
+    if isinstance(error, UnsupportedStep | SubjectError | UsageError):
+        raise error
+    if not isinstance(error, RollproofError):
+        blame(error, where)
 
 
 def _bare(planned: Planned, episode: str) -> Step:
@@ -357,12 +368,20 @@ def _sound(outcome: Any, step: Step, label: str) -> Outcome:
             step=step.name,
             loss=None if outcome.loss is None else float(outcome.loss),
             logprobs=_floats(outcome.logprobs, str),
-            gradients=_floats(outcome.gradients, str),
-            gates=_floats(outcome.gates, int),
+            gradients=_sketches(outcome.gradients, str),
+            gates=_sketches(outcome.gates, int),
             recorded={str(name): np.array(array) for name, array in outcome.recorded.items()},
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise SubjectError(f"{label}.run returned an unusable Outcome for step {step.name!r}: {told(error)}.") from error
+
+
+def _sketches(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:
+    found = _floats(arrays, key)
+    for name, array in found.items():
+        if array.shape != _SKETCH:
+            raise ValueError(f"the gradient of {name!r} has the shape {array.shape}: tell rollproof.replay.spy.sketch(gradient)")
+    return found
 
 
 def _floats(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:

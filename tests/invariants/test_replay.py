@@ -333,6 +333,16 @@ def test_a_trace_of_rollouts_is_not_judged_by_replay_checks() -> None:
     assert "it judges replay, and this trace is about rollouts" == judged["replay.forward"].reason
 
 
+def test_a_contract_without_terms_rules_the_family_out() -> None:
+    """A trace that says it is of a trainer, and whose contract has no replay terms, is judged by nothing, and crashes nothing."""
+    trace = record_replay(ReplayTrainer, only=["edges"])
+    bare = replace(trace, header=replace(trace.header, contract=replace(trace.header.contract, replay=None)))
+    judged = judge(bare, CHECKS)
+
+    assert {Verdict.NOT_APPLICABLE} == {result.verdict for result in judged.results}
+    assert "the contract declares no replay terms" == judged["replay.recompute"].reason
+
+
 def test_coverage_names_what_was_never_routed() -> None:
     """A layer whose calls are not seen is told with its tokens."""
     trace = record_replay(DenseFirst, only=["self-replay"])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.errors import SubjectError, UsageError
+from rollproof.errors import RoutesError, SubjectError, UsageError
 from rollproof.fakes.replay_references import CapturedPrefix, Recording
 from rollproof.fakes.replaying import ReplayTrainer
 from rollproof.replay.driving import record_again, record_replay
@@ -153,7 +153,7 @@ def test_what_a_trainer_writes_reaches_neither_trace_nor_next_step() -> None:
     assert all(sample.loss_mask is not None and sample.loss_mask.all() for sample in steps(trace)["first batch"].samples)
 
 
-def _raising(error: Exception) -> Callable[..., Any]:
+def _raising(error: BaseException) -> Callable[..., Any]:
     def method(*args: Any) -> Any:
         raise error
 
@@ -190,6 +190,12 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
     [
         ({"run": lambda self, step, spy: {"loss": 1.0}}, r"Made.run must return an Outcome .*, not dict"),
         ({"run": lambda self, step, spy: Outcome(step="", gates={"a": np.ones(9)})}, "unusable Outcome for step 'native': ValueError"),  # type: ignore[dict-item]
+        (
+            {"run": lambda self, step, spy: Outcome(step="", gates={0: np.ones((8, 6))})},
+            r"unusable Outcome for step 'native': ValueError: the gradient of 0 has the shape \(8, 6\): tell .*sketch\(gradient\)",
+        ),
+        ({"run": _raising(SystemExit(0))}, r"Made\.run ends the process \(SystemExit: 0\): raise an exception instead"),
+        ({"__init__": _raising(SystemExit(0))}, "Made ends the process"),
         ({"residue": lambda self: {"targets": 0.5}}, "Made.residue must return a mapping from names to whole numbers"),
         ({"set_weights": _raising(ValueError("shape"))}, r"Made could not set weights number 1, nudged by 0.0: ValueError: shape\. What"),
         ({"variant": lambda self, name: 3}, r"Made.variant\('fused'\) must return a ReplaySubject, not int"),
@@ -205,6 +211,13 @@ def test_what_is_no_subject_is_told(changes: dict[str, Any], message: str) -> No
         setattr(made, name, value)
     with pytest.raises(SubjectError, match=message):
         record_replay(made, only=["drift", "router fused"])
+
+
+def test_errors_of_rollproofs_own_replay_code_are_outcomes() -> None:
+    """`hf_replay` and its like refuse routes by rollproof's errors: a subject built on them refuses, too."""
+    made = type("Made", (ReplayTrainer,), {"check": _raising(RoutesError("2 rows for 7 tokens"))})
+
+    assert "RoutesError: 2 rows for 7 tokens" == outcomes(record_replay(made, only=["bad routes"]))["routes that are short"].error
 
 
 def test_an_async_subject_is_driven_alike() -> None:
