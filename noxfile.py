@@ -110,7 +110,7 @@ def engines(session: nox.Session, engine: str) -> None:
         shutil.copy(requirements, marker)
     install(session, "test")
     tests = [f"tests/engines/test_{engine}.py", "tests/fakes/test_tiny_models.py"]
-    session.run("pytest", *(session.posargs or ["-v", *tests]))
+    session.run("pytest", "-o", "faulthandler_timeout=0", *(session.posargs or ["-v", *tests]))  # a start takes minutes
 
 
 @nox.session
