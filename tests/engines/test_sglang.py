@@ -31,7 +31,12 @@ from rollproof.trace import Call, Reference, Reply
 from tests.support.leftovers import leftovers
 
 HOST = "rollproof.engines.sglang_host"
-EXPECTED: dict[str, str] = {}
+EXPECTED = {
+    "engine.paused-calls": "SGLang 0.5.21 forgets the abort of a call that waits for the end of a pause (docs/track-record.md)",
+    "stitch.logprobs-length": "SGLang 0.5.21 returns a logprob for no token of a streamed call without a budget (docs/track-record.md)",
+}
+FAULTY = {"parked", "refusals"}
+"""The experiments in which they show."""
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -69,8 +74,9 @@ def test_what_the_run_is_for_came_about(report: Report) -> None:
 
 
 def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
-    """In every experiment the fake shows the facts that the real engine shows."""
-    assert {} == differences(run_experiments(fake_target("sglang")).traces, run.traces)
+    """In every experiment the fake shows the facts that the real engine shows, but for those where the real engine is at fault."""
+    found = differences(run_experiments(fake_target("sglang")).traces, run.traces)
+    assert {} == {name: told for name, told in found.items() if name not in FAULTY}
 
 
 def test_the_gap_in_float32_is_rounding(run: EngineRun) -> None:
