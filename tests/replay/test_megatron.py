@@ -14,11 +14,13 @@ from rollproof.records import IntArray, Rollout
 from rollproof.replay.events import Action, Outcome, Phase, Purpose, Routing, Step
 from rollproof.replay.judging import judge_replay
 from rollproof.replay.layouts.payloads import Coding
+from rollproof.replay.megatron.covering import covering_setups
 from rollproof.replay.megatron.setups import OTHERS, SETUPS, Dispatcher, Setup
 from rollproof.replay.megatron.subject import MegatronTrainer, megatron_ranks
 from rollproof.replay.ranks import Ranks
 from rollproof.replay.samples import make_samples, with_drawn_routes
 from rollproof.replay.spy import Spy
+from rollproof.replay.targets import Targets
 from rollproof.replay.terms import Recompute
 from rollproof.report import Report
 
@@ -118,6 +120,32 @@ def _misplaced_or_seen(call: Routing, coding: Coding, setup: Setup, samples: tup
         pair: IntArray = call.experts[row]
         told = {coding.place(int(cell)) for order in (pair, pair[::-1]) if (cell := coding.decode(order[None])[0]) >= 0}
         yield (own[0], own[1], call.layer if own in told else -1)
+
+
+@pytest.mark.parametrize(("setup", "recompute"), [pytest.param(*row, id=str(number)) for number, *row in covering_setups()])
+def test_rows_of_the_covering_array_execute_their_targets(ranks: Ranks, setup: Setup, recompute: Recompute) -> None:
+    """Every captured row executes its drawn target, forward and in recompute; logprobs and gate gradients are those of the plain model."""
+    samples = make_samples(setup.contract(), 0)
+    random = np.random.default_rng(1)
+    drawn = tuple(with_drawn_routes(setup.contract(), sample, random) for sample in samples)
+    trainer = MegatronTrainer(setup, ranks)
+    step = _step(setup, Action.REPLAY, drawn, recompute)
+    outcome, calls = _run(trainer, step)
+    targets = Targets(setup.contract(), step.samples)
+    wanted = {phase: np.where(targets.known[..., None], np.sort(targets.experts), -1) for phase in Phase}
+    seen = {phase: np.full_like(targets.experts, -1) for phase in Phase}
+    for call in calls:
+        places, column = targets.places(call), targets.layers.index(call.layer)
+        held = (places >= 0) & targets.known[places, column]
+        seen[call.phase][places[held], column] = np.sort(call.experts)[held]
+    assert np.array_equal(wanted[Phase.FORWARD], seen[Phase.FORWARD])
+    assert recompute is Recompute.NONE or np.array_equal(wanted[Phase.RECOMPUTE], seen[Phase.RECOMPUTE])
+    reference = trainer.reference(step)
+    assert setup.moe_layers == tuple(outcome.gates)
+    for layer, gate in outcome.gates.items():
+        np.testing.assert_allclose(gate, reference.gates[layer], rtol=1e-3, atol=1e-3 * float(gate[0]))
+    for one, values in outcome.logprobs.items():
+        np.testing.assert_allclose(values, reference.logprobs[one], rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", OTHERS)

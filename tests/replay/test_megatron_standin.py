@@ -38,7 +38,7 @@ def test_other_releases_are_refused_before_anything_is_replaced(monkeypatch: pyt
     _installed(monkeypatch, "0.17.0")
     before = set(sys.modules)
     with (
-        pytest.raises(MegatronVersionError, match=r"megatron-core 0\.17\.0 is installed; .* written for 0\.16\.1 \(Python 3\.11"),
+        pytest.raises(MegatronVersionError, match=r"megatron-core 0\.17\.0 is installed; .* tried with 0\.16\.1 \(Python 3\.11"),
         cpu_megatron(),
     ):
         pass

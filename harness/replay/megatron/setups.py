@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from rollproof.contract import Contract, LayerAxis
+from rollproof.contract import Contract, Filler, LayerAxis, Rows
 from rollproof.errors import UsageError
 from rollproof.replay.contract import trainer_contract
 from rollproof.replay.layouts.layout import Layout
@@ -67,6 +67,7 @@ class Setup:
     num_layers: int = 4
     moe_layers: tuple[int, ...] = (0, 1, 2, 3)
     layer_axis: LayerAxis = LayerAxis.ALL
+    rows: Rows = Rows.FORWARDED
     microbatches: int = 2
     microbatch_size: int = 2
     num_experts: int = 8
@@ -133,6 +134,8 @@ class Setup:
             microbatches=self.microbatches,
             microbatch_size=self.microbatch_size,
             parallel=f"{self.code}, {self.words}",
+            rows=self.rows,
+            final_row=Filler.ARANGE if self.rows is Rows.ALL else None,
             **_TERMS[self.code, self.mode],
         )
 
@@ -140,7 +143,7 @@ class Setup:
 _TERMS: Mapping[tuple[ReplayCodeName, ReplayMode], Mapping[str, Any]] = {
     (ReplayCodeName.CORE, ReplayMode.R3): {"free_rows": "dummy", "records": True, "installs": "per-call", "tolerance": 1e-4},
     (ReplayCodeName.VERL, ReplayMode.R3): {"free_rows": "native"},
-    (ReplayCodeName.VERL, ReplayMode.R2): {"free_rows": "dummy", "records": True, "rows": "T", "final_row": "arange", "tolerance": 1e-4},
+    (ReplayCodeName.VERL, ReplayMode.R2): {"free_rows": "dummy", "records": True, "tolerance": 1e-4},
     (ReplayCodeName.SKYRL, ReplayMode.R3): {"free_rows": "dummy", "tolerance": 1e-4},
 }
 """What the replay codes promise beside the sizes of a setup.
@@ -189,11 +192,19 @@ _OTHERS = (
     replace(_VERL, name="verl-tp2-cp2", tp=2, cp=2),
     replace(_VERL, name="verl-ep2", dp=2, ep=2, microbatch_size=2),
     replace(_VERL, name="verl-pp2-vpp3", pp=2, vpp=3, num_layers=6, moe_layers=(1, 2, 3, 5)),
-    replace(_VERL, name="verl-r2", mode=ReplayMode.R2, layer_axis=LayerAxis.MOE),
-    replace(_VERL, name="verl-r2-tp2", mode=ReplayMode.R2, layer_axis=LayerAxis.MOE, tp=2),
-    replace(_VERL, name="verl-r2-cp2-pp2", mode=ReplayMode.R2, layer_axis=LayerAxis.MOE, cp=2, pp=2),
+    replace(_VERL, name="verl-r2", mode=ReplayMode.R2, rows=Rows.ALL, layer_axis=LayerAxis.MOE),
+    replace(_VERL, name="verl-r2-tp2", mode=ReplayMode.R2, rows=Rows.ALL, layer_axis=LayerAxis.MOE, tp=2),
+    replace(_VERL, name="verl-r2-cp2-pp2", mode=ReplayMode.R2, rows=Rows.ALL, layer_axis=LayerAxis.MOE, cp=2, pp=2),
     replace(
-        _VERL, name="verl-r2-pp2-vpp3", mode=ReplayMode.R2, layer_axis=LayerAxis.MOE, pp=2, vpp=3, num_layers=6, moe_layers=(1, 2, 3, 5)
+        _VERL,
+        name="verl-r2-pp2-vpp3",
+        mode=ReplayMode.R2,
+        rows=Rows.ALL,
+        layer_axis=LayerAxis.MOE,
+        pp=2,
+        vpp=3,
+        num_layers=6,
+        moe_layers=(1, 2, 3, 5),
     ),
     replace(_SKYRL, name="skyrl-single"),
     replace(_SKYRL, name="skyrl-tp2-cp2", tp=2, cp=2),

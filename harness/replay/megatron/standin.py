@@ -24,11 +24,11 @@ __all__ = ["RELEASES", "STAND_INS", "MegatronVersionError", "StandIn", "cpu_mega
 
 
 class MegatronVersionError(StackError):
-    """megatron-core is absent, of a release that the stand-in was not written for, or lacks a name that it replaces."""
+    """megatron-core is absent, of a release that the stand-in was not tried with, or lacks a name that it replaces."""
 
 
-RELEASES: dict[str, tuple[int, int]] = {"0.16.1": (3, 11), "0.19.0": (3, 12), "0.19.2": (3, 12)}
-"""The releases of megatron-core that the stand-in was written for, and the oldest Python that each installs on."""
+RELEASES: dict[str, tuple[int, int]] = {"0.16.1": (3, 11), "0.19.2": (3, 12)}
+"""The releases of megatron-core that the stand-in was tried with, and the oldest Python that each installs on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ def megatron_version() -> str:
         ) from None
     if release not in RELEASES:
         raise MegatronVersionError(
-            f"megatron-core {release} is installed; the stand-in for its CUDA calls was written for {_known()}. On another release it "
+            f"megatron-core {release} is installed; the stand-in for its CUDA calls was tried with {_known()}. On another release it "
             "could leave a call out and change what is computed. Install one of them: "
             f"`pip install --no-deps megatron-core=={_advised()}`."
         )

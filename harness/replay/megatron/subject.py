@@ -128,7 +128,9 @@ class MegatronTrainer:
         setup, routes = self.setup, sample.routes
         if setup.dense:
             raise RouterError("The model has no MoE layers: there is no router that could replay routes. Switch replay off for this model.")
-        shape = (sample.total - (self.contract.rows is Rows.FORWARDED), setup.layout().columns, setup.top_k)
+        shape = (sample.total - (setup.rows is Rows.FORWARDED), setup.layout().columns, setup.top_k)
+        if routes is not None and setup.rows is Rows.CAPTURED_PREFIX:
+            shape = (min(len(routes), sample.total), *shape[1:])
         if routes is None or routes.shape != shape or routes.dtype.kind not in "iu":
             found = "there are none" if routes is None else f"they are {routes.dtype} {routes.shape}"
             raise RoutesError(
