@@ -305,7 +305,6 @@ def _lag(scene: _Scene) -> Cause | None:
     if len(row) < 2:
         return None
     fresh, oldest = row[0], row[-1]
-    sizes = np.array([bucket.abs_diff.value for bucket in row])
     means = [bucket.abs_diff.value for bucket in row]
     rising = np.corrcoef(np.arange(len(row)), means)[0, 1] if np.ptp(means) > 0 else 0.0
     if not (oldest.abs_diff.low > fresh.abs_diff.high and rising > 0.7):
