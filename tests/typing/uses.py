@@ -29,9 +29,11 @@ from rollproof import (
     Finding,
     FinishReason,
     Fleet,
+    LayoutSubject,
     PauseMode,
     Recording,
     ReplayConformance,
+    ReplayLayoutConformance,
     ReplaySubject,
     Report,
     Request,
@@ -49,6 +51,8 @@ from rollproof import (
     UsageError,
     Verdict,
     conformance,
+    judge_layouts,
+    layout_function,
     lend,
     record,
     request_check,
@@ -58,12 +62,15 @@ from rollproof import (
 from rollproof.engines.asks import EngineSettings
 from rollproof.engines.vllm import VllmEngine
 from rollproof.fakes.engine_subject import FakeEngineSubject
+from rollproof.records import IntArray
+from rollproof.replay.layouts import Layout
 
 __all__ = [
     "Action", "ActionKind", "BatchConformance", "BatchSubject", "Case", "CaseError", "Check", "Collector", "ConformanceError",
     "ContractError", "EngineCall", "EngineConformance", "EngineOutput", "EngineSubject", "ExpectationError", "FakeEngine", "Finding",
-    "FinishReason", "PauseMode", "Recording", "ReplayConformance", "ReplaySubject", "RollproofError", "Span", "StackError",
-    "SubjectError", "Trace", "TraceError", "TraceVersionError", "Trigger", "UsageError", "lend", "request_check", "trace_check",
+    "FinishReason", "LayoutSubject", "PauseMode", "Recording", "ReplayConformance", "ReplayLayoutConformance", "ReplaySubject",
+    "RollproofError", "Span", "StackError", "SubjectError", "Trace", "TraceError", "TraceVersionError",
+    "Trigger", "UsageError", "lend", "request_check", "trace_check",
 ]  # fmt: skip
 
 
@@ -113,3 +120,27 @@ class TestMyEngine(EngineConformance):
 
 
 adapters: list[EngineSubject] = [VllmEngine(EngineSettings(model=Path())), FakeEngineSubject(EngineSettings(model=Path()))]
+
+
+class MyLayouts:
+    """Layout functions: any of those in the table, and the conventions that they follow."""
+
+    layout = Layout(num_layers=2, num_experts=64, top_k=2)
+
+    def flatten(self, layout: Layout, batch: IntArray) -> IntArray:
+        return batch.reshape(-1, *batch.shape[2:])
+
+
+layouts: LayoutSubject = MyLayouts()
+
+
+class TestMyLayouts(ReplayLayoutConformance):
+    """A factory as class attribute."""
+
+    subject = MyLayouts
+
+
+def layout_doors() -> Report:
+    """Doors that need no pytest."""
+    assert_type(judge_layouts(MyLayouts), Report)
+    return judge_layouts(layout_function("flatten", MyLayouts().flatten, MyLayouts.layout))
