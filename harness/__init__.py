@@ -93,7 +93,14 @@ _HOMES = {
     "replay.layouts.subject": ("LayoutSubject", "layout_function"),
     "report": ("Report",),
     "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
-    "suites": ("BatchConformance", "EngineConformance", "ReplayConformance", "ReplayLayoutConformance", "RolloutConformance", "conformance"),
+    "suites": (
+        "BatchConformance",
+        "EngineConformance",
+        "ReplayConformance",
+        "ReplayLayoutConformance",
+        "RolloutConformance",
+        "conformance",
+    ),
     "trace": ("PauseMode", "Trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

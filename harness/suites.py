@@ -181,7 +181,9 @@ class ReplayLayoutConformance(_Conformance):
 
 
 class EngineConformance(_Conformance):
-    """As ``RolloutConformance``, for a rollout engine, real or fake. The engine is started once per session::
+    """As ``RolloutConformance``, for a rollout engine, real or fake, which is started once per session.
+
+    ::
 
         class TestVllm(rollproof.EngineConformance):
             engine = "vllm"
