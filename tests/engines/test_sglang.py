@@ -30,22 +30,21 @@ from rollproof.report import Report
 from rollproof.trace import Call, Reference, Reply
 from tests.support.leftovers import leftovers
 
-HOST = "rollproof.engines.sglang_host"
 EXPECTED = {
     "engine.paused-calls": "SGLang 0.5.21 forgets the abort of a call that waits for the end of a pause (docs/track-record.md)",
     "stitch.logprobs-length": "SGLang 0.5.21 returns a logprob for no token of a streamed call without a budget (docs/track-record.md)",
 }
 FAULTY = {"parked", "refusals"}
 """The experiments in which they show."""
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what SGLang and its parts warn of is not ours
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
     """Every experiment on the real engine, once; nothing of it is left."""
-    before = leftovers(HOST)
+    before = leftovers("sglang")
     done = run_experiments(engine_target("sglang", model=None, folder=tmp_path_factory.mktemp("models")))
-    assert set() == leftovers(HOST) - before
+    assert set() == leftovers("sglang") - before
     return done
 
 
@@ -99,7 +98,7 @@ def test_the_gap_in_float32_is_rounding(run: EngineRun) -> None:
 
 def on_engine(folder: Path, work: Callable[[SglangEngine, Path], Awaitable[None]]) -> None:
     """Do ``work`` on an engine of its own that has the first of two checkpoints; it is given the second. Nothing is left."""
-    before = leftovers(HOST)
+    before = leftovers("sglang")
     first, second = make_pair(folder, "qwen3_moe")
 
     async def main() -> None:
@@ -111,7 +110,7 @@ def on_engine(folder: Path, work: Callable[[SglangEngine, Path], Awaitable[None]
             await engine.stop()
 
     asyncio.run(main())
-    assert set() == leftovers(HOST) - before
+    assert set() == leftovers("sglang") - before
 
 
 async def answer(engine: SglangEngine, handle: str, tokens: int, seen: asyncio.Event | None = None) -> EngineOutput:
@@ -154,14 +153,14 @@ def test_tensors_labels_refusals_and_the_death_of_a_child(tmp_path: Path) -> Non
 
 def test_a_start_that_cannot_succeed(tmp_path: Path) -> None:
     """A folder without a checkpoint, and an argument that SGLang does not have, are told at once; nothing is left."""
-    before = leftovers(HOST)
+    before = leftovers("sglang")
     first, _ = make_pair(tmp_path, "qwen3_moe")
     with pytest.raises(EngineStartError, match="is no folder of a checkpoint"):
         SglangEngine(EngineSettings(model=tmp_path / "nowhere"))
     engine = SglangEngine(EngineSettings(model=first, extra={"no_such_argument": 1}))
     with pytest.raises(EngineStartError, match=r"cannot be started: TypeError(.|\n)*no_such_argument"):
         asyncio.run(engine.start())
-    assert set() == leftovers(HOST) - before
+    assert set() == leftovers("sglang") - before
 
 
 def _children(pid: int) -> list[int]:

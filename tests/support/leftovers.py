@@ -7,15 +7,19 @@ import tempfile
 from pathlib import Path
 
 
-def leftovers(host: str) -> set[str]:
-    """Our temporary folders, shared memory, and processes of the host module ``host``."""
-    found = {str(path) for path in Path(tempfile.gettempdir()).glob("rollproof-*")}
-    found |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} if Path("/dev/shm").is_dir() else set()  # noqa: PTH208, S108 - names only
+def leftovers(engine: str) -> set[str]:
+    """Of the engine of that name: our temporary folders, shared memory that is named after it, and processes that hold it.
+
+    Other programs may come and go beside the tests: nothing is counted that cannot be told to be this engine's.
+    """
+    found = {str(path) for path in Path(tempfile.gettempdir()).glob(f"rollproof-{engine}-*")}
+    if Path("/dev/shm").is_dir():  # noqa: S108 - where Linux keeps shared memory
+        found |= {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if engine in name}  # noqa: PTH208, S108 - names only
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if host in line:
+        if f"rollproof.engines.{engine}_host" in line or f"{engine}::" in line:
             found.add(f"{entry.parent.name}: {line}")
     return found
