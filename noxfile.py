@@ -70,7 +70,7 @@ def trainers(session: nox.Session) -> None:
     session.install("torch==2.13.0", "transformers==5.24.0")
     # Its metadata asks for torch, numpy and packaging only, but pins none: without them the torch above stays. 0.16.1 is the newest for
     # Python 3.11; 0.19 needs 3.12 and imports triton.
-    session.install("packaging", "ml_dtypes", *(["triton"] if _newer_python(session) else []))
+    session.install("packaging", *(["triton"] if _newer_python(session) else []))
     session.install("--no-deps", f"megatron-core=={'0.19.2' if _newer_python(session) else '0.16.1'}")
     if session.posargs[:1] == ["--table"]:
         session.run("python", "-W", "ignore", "-m", "rollproof.replay.megatron.table", *session.posargs[1:])
