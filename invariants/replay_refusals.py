@@ -202,7 +202,7 @@ def _mishandled(view: StepView) -> str | None:
 
 @replay_check(
     "replay.edges",
-    promise="Unusual steps (no response, an empty microbatch, NaN scores, no MoE layers) are handled as any other, or refused.",
+    promise="Unusual steps (no response, two tokens, an empty microbatch, NaN scores, no MoE layers) are handled or refused.",
     exercised_by=("edges refused", "edges handled"),
 )
 def _edges(view: StepView, out: Collector) -> None:

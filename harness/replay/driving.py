@@ -17,8 +17,8 @@ from rollproof.progress import Progress
 from rollproof.records import FloatArray, IntArray, Rollout
 from rollproof.replay.contract import terms_of
 from rollproof.replay.events import Outcome, Phase, Residue, Routing, Step
-from rollproof.replay.plans import Episode, Planned, RoutesFrom, episodes_for, random_episodes
-from rollproof.replay.samples import as_given, as_payload, make_samples, spoiled, with_drawn_routes, without_response
+from rollproof.replay.plans import EMPTY, NO_RESPONSE, SHORT, Episode, Planned, RoutesFrom, episodes_for, random_episodes
+from rollproof.replay.samples import as_given, as_payload, make_samples, shortest, spoiled, with_drawn_routes, without_response
 from rollproof.replay.spy import InjectedFailure, Spy, UnsupportedStep, sketch
 from rollproof.replay.targets import chosen_by
 from rollproof.replay.terms import Defect
@@ -30,7 +30,6 @@ __all__ = ["drive_episode", "make_subject", "record_again", "record_replay"]
 
 REFERENCE = "reference"
 _SKETCH = sketch(0.0).shape
-_NO_RESPONSE, _EMPTY = "a response of length 0", "a microbatch without samples"
 
 
 def record_replay(
@@ -246,17 +245,18 @@ class _Drive:
 
     def _step(self, planned: Planned) -> Step:
         """The step with its samples. Raises ``UnsupportedStep`` where the routes of an earlier step are wanted and not known."""
-        samples = list(self._routed(planned, make_samples(self.contract, planned.batch)))
+        made = make_samples(self.contract, planned.batch)
+        samples = list(self._routed(planned, tuple(map(shortest, made)) if planned.edge == SHORT else made))
         defective = ""
         if planned.defect is not None:
             spot = len(samples) // 2
             samples[spot] = spoiled(self.contract, samples[spot], planned.defect)
             defective = samples[spot].request_id
-        if planned.edge == _NO_RESPONSE:
+        if planned.edge == NO_RESPONSE:
             samples[0] = self._fitted(without_response(samples[0]))
         size = terms_of(self.contract).microbatch_size
         microbatches = [tuple(samples[i : i + size]) for i in range(0, len(samples), size)]
-        if planned.edge == _EMPTY:
+        if planned.edge == EMPTY:
             microbatches[-1:] = [()]
         return replace(_bare(planned, self.episode), microbatches=tuple(microbatches), defective=defective)
 

@@ -20,11 +20,24 @@ from rollproof.replay.samples import offered_defects
 from rollproof.replay.terms import Defect, Recompute, ReplayTerms
 from rollproof.schedules import profile_named
 
-__all__ = ["DENSE", "Episode", "Planned", "RoutesFrom", "episodes_for", "random_episode", "random_episodes"]
+__all__ = [
+    "DENSE",
+    "EMPTY",
+    "NO_RESPONSE",
+    "SHORT",
+    "Episode",
+    "Planned",
+    "RoutesFrom",
+    "episodes_for",
+    "random_episode",
+    "random_episodes",
+]
 
 _T = TypeVar("_T")
 DENSE = "no-moe-layers"
 """The variant of a subject whose model has no MoE layers."""
+NO_RESPONSE, SHORT, EMPTY = "a response of length 0", "sequences of 2 tokens", "a microbatch without samples"
+"""What is unusual about a step whose samples are made for it."""
 
 
 class RoutesFrom(StrEnum):
@@ -290,8 +303,9 @@ def _edges() -> Episode:
         steps=(
             native(),
             drawn("replay", seed=1),
-            drawn("a sample without response", seed=1, edge="a response of length 0"),
-            drawn("an empty microbatch", seed=1, edge="a microbatch without samples"),
+            drawn("a sample without response", seed=1, edge=NO_RESPONSE),
+            drawn("samples of two tokens", seed=1, edge=SHORT),
+            drawn("an empty microbatch", seed=1, edge=EMPTY),
             drawn("scores that are NaN", seed=1, weights=-1, edge="NaN scores"),
             native("native after the edges", same_as="native"),
         ),

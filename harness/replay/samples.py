@@ -25,6 +25,7 @@ __all__ = [
     "dtype_of",
     "make_samples",
     "offered_defects",
+    "shortest",
     "spoiled",
     "with_drawn_routes",
     "without_response",
@@ -71,6 +72,11 @@ def make_samples(contract: Contract, batch: int) -> tuple[Rollout, ...]:
 def without_response(sample: Rollout) -> Rollout:
     """The sample with its prompt alone."""
     return replace(sample, response_ids=(), loss_mask=np.zeros(0, dtype=np.int64), finish_reason=FinishReason.ABORT)
+
+
+def shortest(sample: Rollout) -> Rollout:
+    """A sample of one prompt token and one response token: shorter than what most layouts divide it by."""
+    return replace(sample, prompt_ids=sample.prompt_ids[:1], response_ids=sample.response_ids[:1], loss_mask=np.ones(1, dtype=np.int64))
 
 
 def dtype_of(contract: Contract) -> str:
