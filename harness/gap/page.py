@@ -19,6 +19,7 @@ from rollproof.files import check_folder, check_target, write_atomically
 from rollproof.gap.aliases import aliased
 from rollproof.gap.limits import GapVerdict, Side
 from rollproof.gap.metrics import METRICS
+from rollproof.gap.report import rounded
 
 if TYPE_CHECKING:
     from rollproof.gap.comparison import Comparison
@@ -136,7 +137,7 @@ def _told(report: GapReport) -> str:
         reasons += [f"{report.panel.n_nonfinite:,} tokens with a logprob that is not finite"] if report.panel.n_nonfinite else []
         reasons += [f"a cause that is wrong at any size: {cause.name}" for cause in report.causes if cause.fault]
         return f"Failed: {'; '.join(reasons)}."
-    needed = f" About {report.required_n:,} tokens of such sequences would decide." if report.required_n else ""
+    needed = f" About {rounded(report.required_n)} tokens of such sequences would decide." if report.required_n else ""
     return f"Not decided: {', '.join(open_) or 'too few sequences, or nothing with a limit was measured'}.{needed}"
 
 

@@ -166,7 +166,7 @@ def _plain(value: Any) -> Any:
 def _logprobs(values: Any, name: str) -> FloatArray:
     try:
         array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that requires grad
         raise GapError(f"{name} must hold numbers (NaN where one is missing): {error}.") from error
     if array.ndim != 1:
         raise GapError(

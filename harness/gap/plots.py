@@ -86,12 +86,12 @@ _Axes: TypeAlias = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plot:
-    """A figure with its file name, title and what to see in it."""
+    """A ``figure`` (of matplotlib) with its file name, title and what to see in it."""
 
     name: str
     title: str
     about: str
-    figure: Figure
+    figure: Any
 
 
 def draw_plots(report: GapReport, comparison: Comparison | None = None) -> Iterator[Plot]:
@@ -322,7 +322,7 @@ def _effects(comparison: Comparison) -> Plot:
 _MAKERS: Sequence[Callable[[GapReport], Plot | None]] = (_limits, _scatter, _tail, _layers, _timelines)
 
 
-def _figure(height: float) -> tuple[Figure, _Axes]:
+def _figure(height: float) -> tuple[Any, _Axes]:
     figure = Figure(figsize=(_WIDTH, height))
     return figure, figure.subplots()
 

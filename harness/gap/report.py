@@ -18,7 +18,7 @@ from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel
 
-__all__ = ["GAP_SCHEMA", "GapReport", "comparison_lines", "gap_lines"]
+__all__ = ["GAP_SCHEMA", "GapReport", "comparison_lines", "gap_lines", "rounded"]
 
 GAP_SCHEMA = 1
 _WIDTH = 118
@@ -156,7 +156,7 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
         yield Style.DOUBT, _wrapped(f"  note: {note}", " " * 8)
     word, style = _WORDS[report.verdict]
     more = (
-        f", about {report.required_n:,} tokens of such sequences would decide"
+        f", about {rounded(report.required_n)} tokens of such sequences would decide"
         if report.verdict is GapVerdict.INCONCLUSIVE and report.required_n
         else ""
     )
@@ -197,8 +197,13 @@ def _limited(interval: Interval, limit: Limit, verdict: GapVerdict, tokens: int)
     yield style, _ROW.format(word, limit.metric, *_told(interval), f"{limit.target:.3g}", f"{_SIGNS[limit.side]} {limit.fail:.3g}").rstrip()
     if verdict is GapVerdict.INCONCLUSIVE:
         needed = limit.tokens_needed(interval, tokens)
-        yield style, f"{_INDENT}about {needed:,} tokens would decide" if needed else f"{_INDENT}more sequences are needed"
+        yield style, f"{_INDENT}about {rounded(needed)} tokens would decide" if needed else f"{_INDENT}more sequences are needed"
     yield Style.FAINT, _INDENT + textwrap.shorten(limit.source, _WIDTH - len(_INDENT), placeholder=" ...")
+
+
+def rounded(tokens: int) -> str:
+    """A number of tokens that is an estimate, to two digits."""
+    return f"{float(f'{tokens:.2g}'):,.0f}"
 
 
 def _told(interval: Interval) -> tuple[str, str]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
+import tomllib
 from functools import lru_cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,11 @@ import pytest
 
 from rollproof.cli.app import run
 from rollproof.console import text_of
-from rollproof.errors import ConformanceError, UsageError
+from rollproof.errors import ConformanceError, GapError, UsageError
 from rollproof.fakes.gap_faults import GAP_FAULTS, GapWorld, gap_columns
-from rollproof.gap import GapReport, GapVerdict, gap_lines, measure
+from rollproof.gap import COLUMNS, GapReport, GapVerdict, gap_lines, measure
 from rollproof.gap.comparison import compare
+from rollproof.gap.diagnosis import CLASSES
 from rollproof.gap.report import comparison_lines
 from rollproof.report import ExitCode
 from rollproof.store import dump_trace
@@ -143,3 +148,30 @@ def test_a_trace_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "4 tokens in 1 sequences" in capsys.readouterr().out.replace("\n    ", " ")
     assert ExitCode.USAGE == run([*arguments, "score:fsdp"])
     assert "no score by 'fsdp'" in capsys.readouterr().err
+
+
+def test_the_page_of_the_docs_shows_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example of docs/gap.md is the output of the two commands above it, and the page names every column, profile and cause."""
+    docs = Path(__file__).parents[2] / "docs"
+    if not (docs / "gap.md").is_file():
+        pytest.skip("the docs are not shipped with an installed wheel")
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(docs / "example" / "gap_records.py"))
+    assert ExitCode.FAIL == run(["gap", "gap.parquet"])
+    text = (docs / "gap.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out in text
+    rows = set(re.findall(r"^\| `?([^|`]+?)`? \|", text, flags=re.MULTILINE))
+    assert set(COLUMNS) | set(CLASSES) | set(_profiles()) <= rows
+
+
+def _profiles() -> list[str]:
+    return list(tomllib.loads(resources.files("rollproof.gap").joinpath("limits.toml").read_text(encoding="utf-8"))["profile"])
+
+
+def test_a_tensor_that_requires_grad_is_an_error_of_ours() -> None:
+    """A training loop that forgets detach() is told so, and not by a traceback of torch."""
+    torch: Any = pytest.importorskip("torch", reason="needs a tensor of torch")
+    with pytest.raises(GapError, match="trainer_logprob must hold numbers .*detach"):
+        measure(torch.zeros(4), torch.zeros(4, requires_grad=True), sequence_id=torch.arange(4), mask=torch.ones(4))
