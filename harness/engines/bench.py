@@ -125,9 +125,10 @@ class Bench:
         """What the engine declares."""
         return self.engine.contract
 
-    def prompt(self, length: int) -> tuple[int, ...]:
-        """A random prompt of this experiment's own, ids from 3."""
-        return tuple(int(token) for token in self.draw.integers(3, self._vocab, length))
+    def prompt(self, length: int, *, shared: int | None = None) -> tuple[int, ...]:
+        """A random prompt, ids from 3: of this experiment's own, or number ``shared`` of those that all experiments have."""
+        draw = self.draw if shared is None else np.random.default_rng([shared, length])
+        return tuple(int(token) for token in draw.integers(3, self._vocab, length))
 
     def ask(
         self,

@@ -249,7 +249,7 @@ async def _parked(bench: Bench) -> None:
 
 async def _crowded(bench: Bench) -> None:
     before = await bench.count("start")
-    prompts = [bench.prompt(30) for _ in range(bench.max_batch)]
+    prompts = [bench.prompt(40, shared=number) for number in range(bench.max_batch)]
     await bench.finish(*[bench.ask(prompt, 30) for prompt in prompts])
     after = await bench.count("end")
     if not after.get("preemptions", 0.0) > before.get("preemptions", 0.0):
