@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="NeMo Automodel needs PyTorch")
-pytest.importorskip("transformers", minversion="5.9", reason="earlier routers select outside of their forward")
+pytest.importorskip(
+    "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
+)
 pytest.importorskip("nemo_automodel", reason="`pip install --no-deps nemo-automodel==0.7.0`")
 
 with warnings.catch_warnings():  # importing it compiles, and torch's own compiler warns
