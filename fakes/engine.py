@@ -329,9 +329,10 @@ class FakeEngine:
         self._recorder.record(reply if fresh else replace(reply, index=-1, delivered=delivered, duplicate=duplicate))
 
     async def _abort(self, wanted: str, calls: Sequence[EngineCall]) -> tuple[int, ...]:
-        hit = tuple(sorted(call.call_id for call in calls))
+        awaited = [call for call in calls if not call.future.cancelled()]  # a caller that hangs up takes its call along
+        hit = tuple(sorted(call.call_id for call in awaited))
         self._recorder.record(Abort(server_id=self.server_id, wanted=wanted, call_ids=hit))
-        await self._end_all(calls)
+        await self._end_all(awaited)
         return hit
 
     async def _end_all(self, calls: Iterable[EngineCall]) -> None:

@@ -260,7 +260,7 @@ def _not_surfaced(view: RequestView, out: Collector) -> None:
         return
     if rollout.finish_reason is FinishReason.ABORT:
         title, observed = "an abort reached the caller", "finish reason abort"
-    elif _is_abort(last):
+    elif _is_abort(last) and not _outrun(view, last):
         title = "an aborted fragment was handed over as finished"
         observed = f"finish reason {rollout.finish_reason}, although its last call was aborted and budget is left"
     else:
@@ -300,7 +300,7 @@ def _partial_off(view: RequestView, out: Collector) -> None:
     if result is None or result.hung or not partial_is_off(view.header, view.contract):
         return
     aborted = next((one for one in view.segments if _is_abort(one) and one.consumed and one.consumed.output.token_ids), None)
-    if aborted is None or _used_up(view, aborted) or _ends_with_eos(view, aborted):
+    if aborted is None or _used_up(view, aborted) or _ends_with_eos(view, aborted) or _outrun(view, aborted):
         return
     out.exercised("samples aborted with partial rollout off")
     again = _next_in_turn(view, aborted)
@@ -325,6 +325,17 @@ def _partial_off(view: RequestView, out: Collector) -> None:
 
 def _is_abort(attempt: Attempt) -> bool:
     return attempt.consumed is not None and attempt.consumed.output.finish_reason is FinishReason.ABORT
+
+
+def _outrun(view: RequestView, aborted: Attempt) -> bool:
+    """Whether the sample is what another call brought, which ran beside ``aborted`` and ended by itself: the winner of a hedge."""
+    for attempt in view.segments:
+        reply = attempt.consumed
+        if reply is None or attempt is aborted or _is_abort(attempt) or reply.index < aborted.call.index:
+            continue
+        if (*attempt.call.prompt_ids, *reply.output.token_ids) == view.total_ids:
+            return aborted.consumed is None or attempt.call.index < aborted.consumed.index
+    return False
 
 
 def _used_up(view: RequestView, last: Attempt) -> bool:

@@ -87,7 +87,10 @@ _no_orphans = trace_check(
 
 
 class _NoCallAfterEnd(Fold):
-    """Requests of a group share their prompt, so a call may be attributed to the wrong one of them: they are not judged."""
+    """Requests of a group share their prompt, so a call may be attributed to the wrong one of them: they are not judged.
+
+    Neither is one that hung: the run gave it up, and its stack goes on.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -98,7 +101,7 @@ class _NoCallAfterEnd(Fold):
 
     def on_result(self, event: Result, out: Collector) -> None:
         view = self.context.open.get(event.request_id)
-        if view is not None and view.request.group is None:
+        if view is not None and view.request.group is None and not event.hung:
             self._ended.add(event.request_id)
             out.exercised("requests that ended")
 

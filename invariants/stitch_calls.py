@@ -165,14 +165,14 @@ def no_call_after_end(view: RequestView, out: Collector) -> None:
     exercised_by=("first calls", "resuming calls"),
 )
 def sampling_kept(view: RequestView, out: Collector) -> None:
-    """Compare each call's parameters with the first call's, and those with the request's where it names them too."""
+    """Compare each call's parameters with the first call's, and those with the request's where a stack declares that it forwards them."""
     if not view.attempts:
         return out.absent("no engine call of the request was recorded")
     first = view.attempts[0].call.sampling
     out.exercised("first calls")
-    changed = {k for k, value in view.request.sampling.items() if k in _COMMON_PARAMETERS and k in first and not _same(first[k], value)}
-    if changed:
-        _changed_parameters(view, view.attempts[0], view.request.sampling, sorted(changed), "the request", out)
+    replaced = _replaced(view) if view.contract.sampling is Sampling.FORWARDED else []
+    if replaced:
+        _changed_parameters(view, view.attempts[0], view.request.sampling, sorted(replaced), "the request", out)
         return None
     for attempt in view.attempts[1:]:
         out.exercised("resuming calls")
@@ -199,12 +199,13 @@ def sampling_forwarded(view: RequestView, out: Collector) -> None:
     A stack that carries it shows that it forwards, whatever it declares; one that does not may rename or replace it, so only what
     is declared can be broken. Greedy sampling has many spellings, and is not looked for.
     """
-    asked = view.request.sampling
-    named = [name for name in asked if name in _COMMON_PARAMETERS]
-    carried = [name for name in named if any(name in attempt.call.sampling for attempt in view.attempts)]
-    out.exercised("parameters of callers", len(carried))
     if not view.attempts:
         return out.absent("no engine call of the request was recorded")
+    asked = view.request.sampling
+    named = [name for name in asked if name in _COMMON_PARAMETERS]
+    own = _replaced(view) if view.contract.sampling is None else []
+    carried = [name for name in named if name not in own and any(name in attempt.call.sampling for attempt in view.attempts)]
+    out.exercised("parameters of callers", len(carried))
     free = {"temperature": (*_COMMON_PARAMETERS["temperature"], 0.0)}
     gone = [name for name in named if name not in carried and asked[name] not in (None, *free.get(name, _COMMON_PARAMETERS[name]))]
     if not gone:
@@ -223,6 +224,12 @@ def sampling_forwarded(view: RequestView, out: Collector) -> None:
         hint="The engine samples with its defaults (vLLM: those of the model's generation_config.json), and the trainer corrects for "
         "parameters that were never used.",
     )
+
+
+def _replaced(view: RequestView) -> list[str]:
+    """The parameters that the first call carries with another value than the caller gave."""
+    first = view.attempts[0].call.sampling
+    return [k for k, value in view.request.sampling.items() if k in _COMMON_PARAMETERS and k in first and not _same(first[k], value)]
 
 
 def _changed_parameters(

@@ -15,7 +15,7 @@ from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.failures import BadCall, ServerDied, TransferFailed
 from rollproof.fakes.kv import MIXED
 from rollproof.records import FinishReason
-from rollproof.trace import Admit, Call, Event, Fault, Pause, PauseMode, Reply, Resume, Weights
+from rollproof.trace import Abort, Admit, Call, Event, Fault, Pause, PauseMode, Reply, Resume, Weights
 from tests.support.engines import PROMPT, Bench, on_clock, pure, spans
 
 A, B = 0, 1
@@ -264,6 +264,23 @@ def test_a_caller_that_gives_up_frees_its_place() -> None:
         assert bench.events(Reply) == []
         assert set(bench.engine.gauges().values()) == {0.0}
         assert len((await bench.call(2)).token_ids) == 2
+
+    on_clock(main)
+
+
+def test_an_abort_finds_no_call_whose_caller_hangs_up() -> None:
+    """Also in the same moment: a client that times out cancels its wait and aborts the call at once."""
+
+    async def main() -> None:
+        bench = Bench()
+        gone, other = bench.call(6), bench.call(6, (9, 9))
+        await bench.steps(2)
+        gone.cancel()
+        assert len(await bench.engine.abort()) == 1
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert (await other).finish_reason is FinishReason.ABORT
+        assert [event.call_id for event in bench.events(Reply)] == list(bench.events(Abort)[0].call_ids)
 
     on_clock(main)
 

@@ -239,6 +239,19 @@ class TestNotSurfaced:
         result = judge(replace(trace, header=replace(trace.header, coding=coding)), REGISTRY.select([self.ID]), oracle=_NoOracle())[self.ID]  # type: ignore[arg-type]
         assert Verdict.PASS == result.verdict
 
+    def test_the_loser_of_a_hedge_cuts_nothing_off(self) -> None:
+        """Two calls ran at once; the sample is what the one brought that ended by itself, and the other was aborted for that."""
+        for tokens in ((), (3,)):
+            teller = _open()
+            slow, fast = teller.call((1, 2)), teller.call((1, 2))
+            teller.reply(fast, (3, 4, 5), reason="stop").reply(slow, tokens, reason="abort")
+            passes(self.ID, teller.result((3, 4, 5)), samples_that_were_aborted=1)
+        teller = _open()
+        first = teller.call((1, 2))
+        teller.reply(first, (3,), reason="length")
+        again = teller.call((1, 2, 3))
+        finds(self.ID, teller.reply(again, (), reason="abort").result((3,), finish_reason=FinishReason.LENGTH))
+
     def test_another_failure_may_end_it(self) -> None:
         """The resume died with its server; handing over what there is, is an answer."""
         teller = _open()

@@ -312,6 +312,12 @@ class TestNoCallAfterEnd:
         teller.call((1, 2, 3))
         assert "call 1 to s0 at event 2" == finds(self.ID, teller).observed
 
+    def test_a_request_that_the_run_gave_up_has_not_ended(self) -> None:
+        """It hung, polling: its stack goes on after the deadline."""
+        teller = _open().result(event={"hung": True})
+        teller.call((1, 2))
+        unknown(self.ID, teller, "not exercised")
+
     def test_an_id_that_is_used_again_is_a_new_request(self) -> None:
         """The next epoch submits the same ids."""
         teller = _open().result((3,)).submit()

@@ -187,9 +187,22 @@ class TestParameters:
         assert {self.ID} == blamed(tell(self._call(temperature=0.7), self._call(), abort_surfaces=True))
 
     def test_the_first_call_is_held_to_the_request(self) -> None:
-        """Where both name a parameter that means the same everywhere."""
-        story = tell(self._call(temperature=1.0), request={"sampling": {"temperature": 0.7}}, abort_surfaces=True)
+        """Where both name a parameter that means the same everywhere, and the stack declares that it forwards."""
+        asked = {"sampling": {"temperature": 0.7}}
+        story = tell(self._call(temperature=1.0), request=asked, abort_surfaces=True, sampling="forwarded")
         assert "temperature=0.7, as in the request" == finds(self.ID, story).expected
+        assert {self.ID} == blamed(story)
+
+    @pytest.mark.parametrize("sampling", [None, "own"])
+    def test_a_stack_may_choose_its_own(self, sampling: str | None) -> None:
+        """A temperature of the stack's configuration is no fault, as long as every call has it; undeclared, it is asked."""
+        asked = {"sampling": {"temperature": 0.7}}
+        story = tell(self._call(temperature=1.0), self._call(temperature=1.0), request=asked, abort_surfaces=True, sampling=sampling)
+        passes(self.ID, story, first_calls=1, resuming_calls=1)
+        if sampling is None:
+            unknown("stitch.sampling-forwarded", story, "the caller gave temperature=0.7, and no call carries it: declare")
+        lost = tell(self._call(temperature=1.0), self._call(), request=asked, abort_surfaces=True, sampling=sampling)
+        assert {self.ID} == blamed(lost)
 
     def test_what_a_stack_may_change_is_not_judged(self) -> None:
         """Budgets shrink, seeds differ per call, and a stack spells its own options in its own way."""
