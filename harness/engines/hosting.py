@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -107,7 +106,6 @@ def run_host(
 
 def leave() -> NoReturn:
     """End this process and all that it started, with what they keep in shared memory and in the host's folder."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     shared = shared_memory_of(os.getpid())
     end_session(os.getpid())
     for path in shared:

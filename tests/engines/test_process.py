@@ -177,3 +177,21 @@ def test_nothing_is_left_when_the_caller_ends(how: signal.Signals, tmp_path: Pat
         caller.wait(30)
     assert gone(host) and gone(child)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_the_caller_ends_during_a_start(how: signal.Signals, tmp_path: Path) -> None:
+    """A host whose engine is still loading, and which reads nothing yet, ends with its caller all the same."""
+    program = "import asyncio\nfrom tests.engines.test_process import started\nasyncio.run(started('hang', 600.0))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL, env=environment) as caller:
+        end = time.monotonic() + 60
+        while not any("loading" in log.read_text() for log in tmp_path.glob("*/log")):
+            assert time.monotonic() < end, "the host did not come up"
+            time.sleep(0.05)
+        hosts = [int(pid) for task in Path(f"/proc/{caller.pid}/task").iterdir() for pid in (task / "children").read_text().split()]
+        caller.send_signal(how)
+        caller.wait(30)
+    assert hosts
+    assert all(gone(host) for host in hosts)
+    assert [] == list(tmp_path.iterdir())
