@@ -32,7 +32,7 @@ from tests.support.leftovers import leftovers
 
 EXPECTED = {
     "engine.paused-calls": "SGLang 0.5.21 forgets the abort of a call that waits for the end of a pause (docs/track-record.md)",
-    "stitch.logprobs-length": "SGLang 0.5.21 returns a logprob for no token of a streamed call without a budget (docs/track-record.md)",
+    "stitch.logprobs-length": "SGLang 0.5.21 returns a logprob beside no token to a call without a budget (docs/track-record.md)",
 }
 FAULTY = {"parked", "refusals"}
 """The experiments in which they show."""
