@@ -282,6 +282,20 @@ def test_a_recording_is_repeated_in_recompute(model: Any) -> None:
     assert [(n, taken.routes[:, n].tolist()) for n in (0, 1, 2, 2, 1, 0)] == [(layer, ids.tolist()) for layer, ids in calls]
 
 
+def test_free_rows_repeat_their_forward_in_recompute(model: Any) -> None:
+    """A row without a target executes in recompute what it chose in the forward, although the weights changed in between."""
+    routes = recorded(model)
+    routes[4:9] = -1
+    checkpointing(model, reentrant=True)
+    with spied(model) as calls, hf_replay(model, routes):
+        value = loss(model)
+        find_routers(model).all[0].module.weight.data.neg_()
+        value.backward()
+
+    forward = {layer: ids.tolist() for layer, ids in calls[:3]}
+    assert forward == {layer: ids.tolist() for layer, ids in calls[3:]}
+
+
 def test_packed_samples_replay_as_each_alone(model: Any) -> None:
     """A packed row, told apart by position ids, replays what its samples replay one by one."""
     samples = [torch.arange(3, 10), torch.arange(20, 31), torch.arange(50, 55)]

@@ -63,6 +63,7 @@ class Pass:
         self.routers: Routers = routers
         self._ids: dict[int, torch.Tensor] = {}
         self._free: dict[int, torch.Tensor] = {}
+        self._executed: dict[int, torch.Tensor] = {}
         self._calls: dict[int, int] = dict.fromkeys(routers.layers, 0)
         self._wrong: list[torch.Tensor] = []
         self._entered = False
@@ -114,7 +115,11 @@ class Pass:
         free = self._free.get(router.layer)
         if free is None:
             return ids
-        return torch.where(free.to(scores.device), native_choice(scores, self.routers.top_k), ids)
+        if backward and self._calls[router.layer] == 1:
+            # Free rows, too, repeat their forward: a near-tie that flips in a recompute would change what was computed (Automodel#3156).
+            return self._executed[router.layer]
+        chosen = self._executed[router.layer] = torch.where(free.to(scores.device), native_choice(scores, self.routers.top_k), ids)
+        return chosen
 
     def _settle(self) -> None:
         """Every router was called, all equally often, and executed its target."""
