@@ -17,16 +17,18 @@ from rollproof.fakes.failures import BadCall, ServerDied
 __all__ = ["BadRequest", "Handler", "application", "body_of", "field", "text_of", "token_ids", "words_of"]
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
-Wrong: TypeAlias = Callable[[str, int], Mapping[str, Any]]
-"""How a server words a refusal: from the text and the status, the JSON object."""
 
 
 class BadRequest(Exception):
-    """The client is at fault: ``status`` is what the server answers, the text what it says."""
+    """The client is at fault: ``status`` is what the server answers, the text what it says.
 
-    def __init__(self, text: str, status: int = 400) -> None:
+    ``malformed`` says that the body has not the form of a request at all: servers word that otherwise than a wrong value.
+    """
+
+    def __init__(self, text: str, status: int = 400, *, malformed: bool = False) -> None:
         super().__init__(text)
         self.status = status
+        self.malformed = malformed
 
 
 async def body_of(request: Request, most: int, *, empty: bool = True) -> dict[str, Any]:
@@ -44,13 +46,13 @@ async def body_of(request: Request, most: int, *, empty: bool = True) -> dict[st
     if not text.strip():
         if empty:
             return {}
-        raise BadRequest("The body is empty.", 422)
+        raise BadRequest("The body is empty.", malformed=True)
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"The body is no JSON: {error}.", 422) from None
+        raise BadRequest(f"The body is no JSON: {error}.", malformed=True) from None
     if not isinstance(body, dict):
-        raise BadRequest("The body must be a JSON object.", 422)
+        raise BadRequest("The body must be a JSON object.", malformed=True)
     return body
 
 
@@ -61,17 +63,21 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
         return default
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise BadRequest(f"{name} must be {' or '.join(one.__name__ for one in kinds)}, not {type(value).__name__}.", 422)
+        raise BadRequest(f"{name} must be {' or '.join(one.__name__ for one in kinds)}, not {type(value).__name__}.", malformed=True)
     return value
 
 
 def token_ids(value: Any, name: str, vocab: int) -> tuple[int, ...]:
     """Token ids of a request, each of the vocabulary."""
     if not isinstance(value, list) or any(isinstance(token, bool) or not isinstance(token, int) for token in value):
-        raise BadRequest(f"{name} must be a list of token ids.", 422)
+        raise BadRequest(f"{name} must be a list of token ids.", malformed=True)
     if any(not 0 <= token < vocab for token in value):
         raise BadRequest(f"{name} holds ids outside of the vocabulary of {vocab}.")
     return tuple(value)
+
+
+Wrong: TypeAlias = Callable[[BadRequest], Mapping[str, Any]]
+"""How a server words a refusal: the JSON object that it sends."""
 
 
 def application(posts: Mapping[str, Handler], gets: Mapping[str, Handler], either: Mapping[str, Handler], *, wrong: Wrong) -> Starlette:
@@ -80,10 +86,10 @@ def application(posts: Mapping[str, Handler], gets: Mapping[str, Handler], eithe
     routes = [Route(path, _answered(handler, wrong), methods=methods) for some, methods in kinds for path, handler in some.items()]
 
     async def not_found(_request: Request, _error: Exception) -> Response:
-        return JSONResponse(wrong("Not Found", 404), 404)
+        return JSONResponse({"detail": "Not Found"}, 404)
 
     async def not_allowed(_request: Request, _error: Exception) -> Response:
-        return JSONResponse(wrong("Method Not Allowed", 405), 405)
+        return JSONResponse({"detail": "Method Not Allowed"}, 405)
 
     return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_allowed})
 
@@ -93,9 +99,9 @@ def _answered(handler: Handler, wrong: Wrong) -> Handler:
         try:
             return await handler(request)
         except BadRequest as error:
-            return JSONResponse(wrong(str(error), error.status), error.status)
+            return JSONResponse(wrong(error), error.status)
         except BadCall as error:
-            return JSONResponse(wrong(str(error), 400), 400)
+            return JSONResponse(wrong(BadRequest(str(error))), 400)
         except ServerDied:
             return Response(status_code=503)
 

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
     from rollproof.fakes.calls import EngineCall
 
-__all__ = ["Backing", "ServeOptions"]
+__all__ = ["Backing", "Sampled", "ServeOptions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
     """What a served engine is: ``flavour``, the ``model`` it stands for, ``engine`` options (times in real seconds), the first ``label``.
 
-    ``max_length`` bounds prompt and response, ``max_body`` a request's bytes. ``incremental`` streams only what is new in each event.
+    ``max_length`` bounds prompt and response, ``max_body`` a request's bytes. ``incremental`` streams only what is new in each event;
+    without a ``tokenizer`` (SGLang's skip_tokenizer_init) replies have no text.
     """
 
     flavour: str
@@ -40,6 +41,15 @@ class ServeOptions:
     max_length: int = MAX_LENGTH
     max_body: int = 64 << 20
     incremental: bool = False
+    tokenizer: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """What a call has sampled so far, and the key of the coded policy under which the last token was."""
+
+    tokens: tuple[int, ...]
+    key: Version
 
 
 class _Watching(EngineHooks):
@@ -47,7 +57,7 @@ class _Watching(EngineHooks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queues: dict[str, asyncio.Queue[tuple[int, ...]]] = {}
+        self.queues: dict[str, asyncio.Queue[Sampled]] = {}
 
     def watches(self, request_id: str) -> bool:
         return request_id in self.queues
@@ -55,7 +65,7 @@ class _Watching(EngineHooks):
     def sampled(self, call: EngineCall) -> bool:
         queue = self.queues.get(call.rid)
         if queue is not None:
-            queue.put_nowait(tuple(call.ids[call.prompt_len :]))
+            queue.put_nowait(Sampled(tokens=tuple(call.ids[call.prompt_len :]), key=call.key))
         return False
 
 
@@ -108,9 +118,9 @@ class Backing:
             self.engine.reset_prefix_cache()
 
     @contextmanager
-    def watched(self, rid: str) -> Iterator[asyncio.Queue[tuple[int, ...]]]:
-        """A queue that gets the tokens sampled so far of the call ``rid``, each time there is one more."""
-        queue: asyncio.Queue[tuple[int, ...]] = asyncio.Queue()
+    def watched(self, rid: str) -> Iterator[asyncio.Queue[Sampled]]:
+        """A queue that is told of the call ``rid`` each time it has sampled a token."""
+        queue: asyncio.Queue[Sampled] = asyncio.Queue()
         self._hooks.queues[rid] = queue
         try:
             yield queue

@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rollproof.fakes.failures import BadCall, EnginePaused, TransferFailed
 from rollproof.fakes.http.application import BadRequest, application, body_of, field, text_of, token_ids, words_of
-from rollproof.fakes.http.backing import Backing
+from rollproof.fakes.http.backing import Backing, Sampled
 from rollproof.fakes.http.wire import as_int32
 from rollproof.records import EngineOutput, FinishReason
 from rollproof.trace import PauseMode
@@ -52,10 +53,9 @@ def sglang_app(backing: Backing) -> Starlette:
     gets = {
         "/health": face.health,
         "/health_generate": face.health,
-        "/get_weight_version": face.weight_version,
-        "/weight_version": face.weight_version,
+        "/get_weight_version": face.moved,
+        "/weight_version": face.moved,
         "/v1/loads": face.loads,
-        "/get_load": face.load,
         "/get_model_info": face.model_info,
         "/model_info": face.model_info,
         "/get_server_info": face.server_info,
@@ -65,8 +65,10 @@ def sglang_app(backing: Backing) -> Starlette:
     return application(posts, gets, {"/flush_cache": face.flush}, wrong=_wrong)
 
 
-def _wrong(text: str, status: int) -> Mapping[str, Any]:
-    return {"detail": text} if status in (404, 405, 422) else {"error": {"message": text}}
+def _wrong(error: BadRequest) -> Mapping[str, Any]:
+    if error.malformed:
+        return {"object": "error", "message": str(error), "type": "Bad Request", "param": None, "code": error.status}
+    return {"error": {"message": str(error)}}
 
 
 class _Face:
@@ -95,7 +97,7 @@ class _Face:
         body = await self._body(request)
         mode = field(body, "mode", str, "abort")
         if mode not in _MODES:
-            raise BadRequest(f"mode must be one of {list(_MODES)}, not {mode!r}.", 422)
+            raise BadRequest(f"mode must be one of {list(_MODES)}, not {mode!r}.", malformed=True)
         await self._engine.pause(_MODES[mode], clear_cache=False)
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -108,13 +110,13 @@ class _Face:
         if self._engine.in_flight:
             return Response("Flush cache failed.\n", 400)
         self._engine.reset_prefix_cache()
-        return Response("Cache flushed.\n")
+        return Response("Cache flushed.\nPlease check backend logs for more details.\n")
 
     async def update(self, request: Request) -> Response:
         body = await self._body(request)
         name = field(body, "model_path", str, None)
         if request.url.path.endswith("disk") and name is None:
-            raise BadRequest("model_path is required.", 422)
+            raise BadRequest("model_path is required.", malformed=True)
         if field(body, "abort_all_requests", bool, False):
             await self._engine.abort("*")
         flush = field(body, "flush_cache", bool, True)
@@ -128,7 +130,7 @@ class _Face:
         body = await self._body(request)
         label = field(body, "new_version", str, None)
         if label is None:
-            raise BadRequest("new_version is required.", 422)
+            raise BadRequest("new_version is required.", malformed=True)
         # SGLang's default: publishing a label ends every request in flight
         if field(body, "abort_all_requests", bool, True):
             await self._engine.abort("*")
@@ -147,25 +149,32 @@ class _Face:
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self._engine.alive else 503)
 
-    async def weight_version(self, request: Request) -> Response:
-        return JSONResponse({"weight_version": _text(self._engine.label)})
+    async def moved(self, request: Request) -> Response:
+        """What was an endpoint in older releases: 0.5.21 answers 404 and points to /model_info."""
+        return JSONResponse({"detail": f"Endpoint '{request.url.path}' is deprecated; use '/model_info'."}, 404)
 
     async def loads(self, request: Request) -> Response:
-        loads = self._backing.loads()
+        loads, options = self._backing.loads(), self._backing.options
+        now = time.time()
         one = {
+            "timestamp": now,
             "dp_rank": 0,
             "num_running_reqs": loads["running"],
             "num_waiting_reqs": loads["waiting"],
-            "num_total_reqs": loads["running"] + loads["waiting"],
+            "num_waiting_uncached_tokens": 0,
             "num_used_tokens": loads["tokens"],
+            "num_total_tokens": loads["tokens"],
+            "num_active_tokens": loads["tokens"],
+            "num_prealloc_ready_tokens": 0,
+            "max_total_num_tokens": options.engine.kv_tokens or options.max_length * options.engine.max_batch,
+            "max_running_requests": options.engine.max_batch,
+            "token_usage": 0.0,
+            "gen_throughput": 0.0,
+            "cache_hit_rate": 0.0,
+            "utilization": loads["running"] / options.engine.max_batch,
         }
-        return JSONResponse({"timestamp": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()), "dp_rank_count": 1, "loads": [one]})
-
-    async def load(self, request: Request) -> Response:
-        loads = self._backing.loads()
-        return JSONResponse(
-            [{"dp_rank": 0, "num_reqs": loads["running"], "num_waiting_reqs": loads["waiting"], "num_tokens": loads["tokens"]}]
-        )
+        stamp = datetime.fromtimestamp(now, UTC).isoformat()
+        return JSONResponse({"timestamp": stamp, "version": "fake", "accelerator": None, "num_accelerators": 1, "loads": [one]})
 
     async def model_info(self, request: Request) -> Response:
         info = {"model_path": "fake", "is_generation": True, "weight_version": _text(self._engine.label), "preferred_sampling_params": None}
@@ -201,17 +210,18 @@ class _Face:
         with self._backing.watched(rid) as queue:
             task = asyncio.ensure_future(self._one(call, rid))
             try:
-                sent = 0
+                sent, logprobs = 0, list[float]()
                 while True:
                     waiting = asyncio.ensure_future(queue.get())
                     await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                    if not waiting.done():
-                        waiting.cancel()
                     if task.done():
+                        waiting.cancel()
                         break
-                    tokens = waiting.result()
-                    yield _event(_chunk(call, rid, tokens, sent, self._backing))
-                    sent = len(tokens)
+                    now = waiting.result()
+                    if call.logprobs:
+                        logprobs.append(_logprob(call, now, self._backing))
+                    yield _event(_chunk(call, rid, now.tokens, logprobs, sent, self._backing))
+                    sent = len(now.tokens)
                 output, taken = await task
                 yield _event(_reply(call, rid, output, taken, self._backing, sent=sent if self._backing.options.incremental else 0))
             except (BadCall, EnginePaused) as error:
@@ -231,8 +241,7 @@ class _Call:
         vocab = backing.options.model.vocab
         ids, text = body.get("input_ids"), field(body, "text", str, None)
         if (ids is None) == (text is None):
-            raise BadRequest("Either text or input_ids should be provided, and only one of them.")
-        self.shows_text = text is not None
+            raise BadRequest("Either text, input_ids or input_embeds should be provided, and only one of them.")
         self.prompt = token_ids(ids, "input_ids", vocab) if text is None else words_of(text or "", vocab)
         sampling = field(body, "sampling_params", dict, {})
         self.max_tokens: int = field(sampling, "max_new_tokens", int, _UNLIMITED)
@@ -258,26 +267,31 @@ class _Call:
 def _meta(call: _Call, rid: str, output: EngineOutput, taken: float, backing: Backing) -> dict[str, Any]:
     """``meta_info`` of a finished call, without its routes: the keys depend on how it ended, as SGLang's do."""
     meta: dict[str, Any] = {"id": rid, "finish_reason": _finish(output)}
-    if output.cached_tokens is not None:
+    ran = output.cached_tokens is not None  # a call that was aborted in the queue has no counts
+    if ran:
         meta["prompt_tokens"] = len(call.prompt)
     meta["weight_version"] = _text(output.version)
-    if backing.flavour.shows_spans:
-        meta["weight_versions"] = [{"version": _text(span.version), "start": span.start, "end": span.end} for span in output.spans]
-    if output.cached_tokens is not None:
+    if ran:
         meta["num_retractions"] = 0
     if call.logprobs and output.logprobs is not None:
-        pairs = zip(output.logprobs.tolist(), output.token_ids, strict=True)
-        meta["input_token_logprobs"] = [[None, call.prompt[-1], None]]
-        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
-    meta["completion_tokens"] = len(output.token_ids)
-    if output.cached_tokens is not None:
+        meta |= _logprobs(output.logprobs.tolist(), output.token_ids)
+    meta |= {"reasoning_tokens": 0, "completion_tokens": len(output.token_ids)}
+    if ran:
         meta["cached_tokens"] = output.cached_tokens
-    return {**meta, "e2e_latency": taken}
+    if backing.flavour.shows_spans:
+        meta["weight_versions"] = [{"version": _text(span.version), "start": span.start, "end": span.end} for span in output.spans]
+    meta["cached_tokens_details"] = {"device": output.cached_tokens, "host": 0} if output.cached_tokens else None
+    return {**meta, "dp_rank": None, "e2e_latency": taken, "response_sent_to_client_ts": time.time()}
+
+
+def _logprobs(logprobs: Sequence[float], tokens: Sequence[int]) -> dict[str, Any]:
+    pairs = [[logprob, token, None] for logprob, token in zip(logprobs, tokens, strict=True)]
+    return {"input_token_logprobs": [], "output_token_logprobs": pairs, "output_token_logprobs_length": len(pairs)}
 
 
 def _reply(call: _Call, rid: str, output: EngineOutput, taken: float, backing: Backing, *, sent: int = 0) -> bytes:
     meta = _meta(call, rid, output, taken, backing)
-    body: dict[str, Any] = {"text": text_of(output.token_ids[sent:])} if call.shows_text else {}
+    body: dict[str, Any] = {"text": text_of(output.token_ids[sent:])} if backing.options.tokenizer else {}
     text = json.dumps({**body, "output_ids": list(output.token_ids[sent:]), "meta_info": meta}, separators=(",", ":")).encode()
     if output.routes is None:
         return text
@@ -285,18 +299,29 @@ def _reply(call: _Call, rid: str, output: EngineOutput, taken: float, backing: B
     return b'%s,"routed_experts":"%s"}}' % (text[:-2], as_int32(output.routes).encode("ascii"))
 
 
-def _chunk(call: _Call, rid: str, tokens: tuple[int, ...], sent: int, backing: Backing) -> bytes:
+def _logprob(call: _Call, now: Sampled, backing: Backing) -> float:
+    """Of the token that was sampled last."""
+    ids = [*call.prompt, *now.tokens]
+    last = len(ids) - 1
+    return float(backing.policy.logprobs_spans([(last, last + 1, now.key)], ids, last, last + 1)[0])
+
+
+def _chunk(call: _Call, rid: str, tokens: tuple[int, ...], logprobs: list[float], sent: int, backing: Backing) -> bytes:
     shown = tokens[sent:] if backing.options.incremental else tokens
-    meta = {
+    meta: dict[str, Any] = {
         "id": rid,
         "finish_reason": None,
         "prompt_tokens": len(call.prompt),
         "weight_version": _text(backing.engine.label),
         "num_retractions": 0,
-        "completion_tokens": len(tokens),
-        "cached_tokens": 0,
     }
-    body: dict[str, Any] = {"text": text_of(shown)} if call.shows_text else {}
+    if call.logprobs:
+        meta |= _logprobs(logprobs, tokens)
+    meta |= {"reasoning_tokens": 0, "completion_tokens": len(tokens), "cached_tokens": 0, "cached_tokens_details": None}
+    meta["dp_rank"] = None
+    if not sent:
+        meta["response_sent_to_client_ts"] = time.time()
+    body: dict[str, Any] = {"text": text_of(shown)} if backing.options.tokenizer else {}
     return json.dumps({**body, "output_ids": list(shown), "meta_info": meta}, separators=(",", ":")).encode()
 
 

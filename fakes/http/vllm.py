@@ -66,10 +66,8 @@ def vllm_app(backing: Backing) -> Starlette:
     return application(posts, gets, {}, wrong=_wrong)
 
 
-def _wrong(text: str, status: int) -> Mapping[str, Any]:
-    if status in (404, 405):
-        return {"detail": text}
-    return {"error": {"message": text, "type": "BadRequestError", "param": None, "code": status}}
+def _wrong(error: BadRequest) -> Mapping[str, Any]:
+    return {"error": {"message": str(error), "type": "BadRequestError", "param": None, "code": error.status}}
 
 
 class _Face:
@@ -273,7 +271,7 @@ class _Face:
                     if not waiting.done():
                         waiting.cancel()
                         break
-                    tokens = waiting.result()
+                    tokens = waiting.result().tokens
                     # the last tokens come with the reason, as vLLM sends them
                     if not task.done():
                         yield self._part(call, tokens[sent:], None)
@@ -282,7 +280,7 @@ class _Face:
                 yield self._part(call, output.token_ids[sent:], output)
                 yield b"data: [DONE]\n\n"
             except BadCall as error:
-                yield b"data: " + json.dumps(_wrong(str(error), 400)).encode() + b"\n\n"
+                yield b"data: " + json.dumps(_wrong(BadRequest(str(error)))).encode() + b"\n\n"
             finally:
                 if not task.done():
                     await self._engine.abort(call.rid)

@@ -131,7 +131,7 @@ def test_a_stream_ends_with_the_reason_and_the_mark() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/inference/v1/generate", {"token_ids": "a"}, 422, "list of token ids"),
+        ("/inference/v1/generate", {"token_ids": "a"}, 400, "list of token ids"),
         ("/inference/v1/generate", {"token_ids": []}, 400, "A prompt must have"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 300}}, 400, "n must be 1 to 256"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages must be a list"),
