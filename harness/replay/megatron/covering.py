@@ -17,14 +17,15 @@ _ROWS = {"T-1": Rows.FORWARDED, "T": Rows.ALL, "captured-prefix": Rows.CAPTURED_
 def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
     """``(row number, setup, recompute)`` for each row that is not ``unfit``.
 
-    A packed row has one sequence to a microbatch of a rank, of a length of its own: without Transformer Engine no attention keeps several
-    apart. Layers are as many as chunks, at least four.
+    A packed row has one sequence to a microbatch of a rank: without Transformer Engine no attention keeps several apart. Its length is its
+    own, except with the allgather dispatcher, for which Megatron refuses that. Layers are as many as chunks, at least four.
     """
     for number, row in enumerate(frozen_rows()):
         if unfit(row):
             continue
         dp, packed, stages = int(row["dp"]), bool(row["packing"]), int(row["pp"]) * int(row["vpp"])
         layers = -(-4 // stages) * stages
+        dispatcher = Dispatcher(str(row["dispatcher"]))
         setup = Setup(
             name=f"covering-{number}",
             dp=dp,
@@ -33,11 +34,11 @@ def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
             pp=int(row["pp"]),
             vpp=int(row["vpp"]),
             ep=int(row["ep"]),
-            dispatcher=Dispatcher(str(row["dispatcher"])),
+            dispatcher=dispatcher,
             num_layers=layers,
             moe_layers=tuple(range(int(row["dense_first"]), layers)),
             rows=_ROWS[str(row["rows"])],
-            own_widths=packed,
+            own_widths=packed and dispatcher is Dispatcher.ALLTOALL,
             microbatches=4,
             microbatch_size=dp if packed else 2 * dp,
         )
@@ -50,6 +51,4 @@ def unfit(row: Mapping[str, int | str]) -> str:
         return f"needs {world_size(row)} processes, above {CPU_RANKS}"
     if int(row["tp"]) > 1 and not row["sp"]:
         return "Megatron refuses to train MoE layers on tensor-parallel ranks without sequence parallelism"
-    if row["packing"] and int(row["dp"]) > 1 and row["dispatcher"] == "allgather" and int(row["ep"]) > 1:
-        return "the allgather dispatcher needs equally many rows on all expert ranks, and packed ranks have their own"
     return ""
