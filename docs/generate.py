@@ -96,7 +96,8 @@ def options_page() -> Iterator[str]:
         key = f"`{option.dest}`" if option.ini else "none: it is a one-time act"
         yield f"| `{option.flag}{value}` | {key} | {default} | {option.help} |"
     yield "\nFixtures: `rollproof_record`, `rollproof_replay`, `rollproof_profile`, `rollproof_seed`. Marker: `rollproof(profile=None,"
-    yield "seed=None)`, put on every conformance item, so that `-m rollproof` selects them; on a test of yours its arguments override the options."
+    yield "seed=None)`, put on every conformance item, so that `-m rollproof` selects them; on a test of yours its arguments override the"
+    yield "options."
     yield "\n## Command line\n"
     yield "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error, 130 interrupted."
     root = get_command(app)
