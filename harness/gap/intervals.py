@@ -64,7 +64,7 @@ class Resampler:
         if self.group is None:
             return columns
         out = [np.bincount(self.group, weights=columns[:, i], minlength=_UNITS) for i in range(columns.shape[1])]
-        return np.stack(out, axis=1)
+        return np.stack(out, axis=1).astype(np.float64, copy=False)
 
     def counts(self) -> Iterator[FloatArray]:
         """Batches ``(b, units)``: how often each unit was drawn in each of ``b`` resamples; the same batches each time."""

@@ -79,9 +79,7 @@ def write_report(report: GapReport, path: Path | str, *, comparison: Comparison 
 
 def write_plots(report: GapReport, folder: Path | str, *, comparison: Comparison | None = None) -> list[Path]:
     """Write each plot into ``folder`` as PNG and as SVG, on white; returns the files. Raises as ``write_report`` does."""
-    from matplotlib import rc_context
-
-    from rollproof.gap.plots import RC, draw_plots
+    from rollproof.gap.plots import draw_plots, style
 
     folder = Path(folder)
     check_report_target(None, folder)
@@ -90,7 +88,7 @@ def write_plots(report: GapReport, folder: Path | str, *, comparison: Comparison
     for plot in draw_plots(report, comparison):
         for kind in ("png", "svg"):
             path = folder / f"{plot.name}.{kind}"
-            with rc_context({**RC, "svg.hashsalt": plot.name}):
+            with style(salt=plot.name):
                 plot.figure.savefig(path, format=kind, dpi=_DPI, facecolor="white", metadata={"Date": None} if kind == "svg" else None)
             out.append(path)
     return out
@@ -170,12 +168,10 @@ def _missing(there: set[str]) -> list[str]:
 
 def _svg(plot: Plot, colours: Mapping[str, str]) -> str:
     """The figure as SVG to stand within a page: its colours are the page's variables, its ids its own."""
-    from matplotlib import rc_context
-
-    from rollproof.gap.plots import RC
+    from rollproof.gap.plots import style
 
     stream = io.StringIO()
-    with rc_context({**RC, "svg.hashsalt": plot.name}):
+    with style(salt=plot.name):
         plot.figure.savefig(stream, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = stream.getvalue()
     text = text[text.index("<svg") :]

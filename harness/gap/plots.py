@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch
+from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rollproof.gap.comparison import Comparison
     from rollproof.gap.report import GapReport
 
-__all__ = ["COLOURS", "RC", "Plot", "draw_plots"]
+__all__ = ["COLOURS", "Plot", "draw_plots", "style"]
 
 COLOURS: Mapping[str, str] = {
     "ink": "#1b1b1c",
@@ -45,7 +46,7 @@ _INK, _MUTED, _GRID, _BLUE, _RED = (COLOURS[name] for name in ("ink", "muted", "
 _CYCLE = ("blue", "orange", "green", "purple", "sky", "vermilion")
 _WIDTH = 4.4
 """Inches. A phone shows such a figure at about its own size, so that its text stays readable."""
-RC: Mapping[str, Any] = {
+_STYLE: Mapping[str, Any] = {
     "font.size": 9,
     "font.family": "sans-serif",
     "svg.fonttype": "none",
@@ -94,9 +95,15 @@ class Plot:
     figure: Any
 
 
+def style(*, salt: str = "rollproof") -> AbstractContextManager[None]:
+    """The style that plots are drawn and saved in; ``salt`` makes the ids in an SVG its own, and the same each time."""
+    settings: Any = {**_STYLE, "svg.hashsalt": salt}
+    return rc_context(settings)
+
+
 def draw_plots(report: GapReport, comparison: Comparison | None = None) -> Iterator[Plot]:
     """Every plot that the report's data allow, in the order of the page."""
-    with rc_context(dict(RC)):
+    with style():
         for maker in _MAKERS:
             plot = maker(report)
             if plot is not None:
@@ -374,8 +381,9 @@ def _legend(axes: _Axes, shades: Sequence[tuple[float, float, float]], title: st
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=_MUTED)
         return
     told = (lambda value: f"{value:.1%}") if percent else (lambda value: f"{value:,.0f}")
+    square: Any = Rectangle  # its constructor is not typed
     handles = [
-        PathPatch(Outline.unit_rectangle(), facecolor=_BLUE, alpha=alpha, lw=0, label=f"{told(low)} to {told(high)}")
+        square((0, 0), 1, 1, facecolor=_BLUE, alpha=alpha, lw=0, label=f"{told(low)} to {told(high)}")
         for low, high, alpha in reversed(shades)
     ]
     axes.legend(

@@ -173,5 +173,5 @@ def _profiles() -> list[str]:
 def test_a_tensor_that_requires_grad_is_an_error_of_ours() -> None:
     """A training loop that forgets detach() is told so, and not by a traceback of torch."""
     torch: Any = pytest.importorskip("torch", reason="needs a tensor of torch")
-    with pytest.raises(GapError, match="trainer_logprob must hold numbers .*detach"):
+    with pytest.raises(GapError, match=r"trainer_logprob must hold numbers .*detach"):
         measure(torch.zeros(4), torch.zeros(4, requires_grad=True), sequence_id=torch.arange(4), mask=torch.ones(4))
