@@ -72,6 +72,7 @@ class Fleet:
         self.balancer: Balancer = Balancer(tuple(self.servers))
         self._labels = case.first_version
         self._trained = self._claimed = case.first_version
+        self._updating = 0
         self._true: dict[int, int] = {}
         self._synced: tuple[int, Version] = (case.first_version, case.first_version)
         self._lock = asyncio.Lock()
@@ -124,9 +125,15 @@ class Fleet:
 
     async def update(self, label: int | None) -> bool:
         """One weight update by the updater; whether it worked. What it raises is recorded as a fault, not raised."""
+        if label is None:
+            self._train_if_claimed()
         version = self.weights_of(label)
         self.recorder.record(Update(version=version, label=label, phase=UpdatePhase.ASKED))
-        worked = await self._tried(lambda: self._updater(label))
+        self._updating += 1
+        try:
+            worked = await self._tried(lambda: self._updater(label))
+        finally:
+            self._updating -= 1
         if label is not None or not worked:
             phase = UpdatePhase.ENDED if worked else UpdatePhase.FAILED
         else:  # without a label it is up to the stack which weights those are
@@ -226,13 +233,17 @@ class Fleet:
 
     def _claim(self, label: int | None) -> int:
         """The weights that a sync will load: fixed when it is asked for, however long it then waits for its turn."""
-        if label is None and self._trained <= self._claimed:
-            self.train()
+        if label is None and not self._updating:  # while an update runs, replica after replica gets the weights that it is for
+            self._train_if_claimed()
         true = self.weights_of(label)
         self._labels = max(self._labels, label or 0)
         self._trained = max(self._trained, true)
         self._claimed = max(self._claimed, true)
         return true
+
+    def _train_if_claimed(self) -> None:
+        if self._trained <= self._claimed:
+            self.train()
 
     def _server(self, server_id: str) -> FakeEngine:
         try:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rollproof.case import Case
-from rollproof.checks import Registry, default_registry
+from rollproof.checks import Check, Registry, default_registry
 from rollproof.errors import UsageError
 from rollproof.store.values import show
 
-__all__ = ["as_cases", "as_expected", "as_names", "as_seed", "check_factory"]
+__all__ = ["as_cases", "as_checks", "as_expected", "as_names", "as_path", "as_seed", "check_factory"]
 
 
 def as_names(value: Any, argument: str) -> tuple[str, ...]:
@@ -38,14 +40,37 @@ def as_seed(value: Any) -> int | None:
 
 def as_cases(value: Any) -> list[Case]:
     """Cases as a list. Raises ``UsageError`` for what holds anything else."""
-    try:
-        cases = list(value)
-    except TypeError:
-        raise UsageError(f"cases must be a list of Case, not {show(value)}.") from None
+    cases = _listed(value, "cases must be a list of Case")
     for case in cases:
         if not isinstance(case, Case):
             raise UsageError(f"cases must hold rollproof.Case, not {show(case)}; Case.from_dict reads the JSON form.")
     return cases
+
+
+def as_checks(value: Any) -> list[Check]:
+    """Checks as a list. Raises ``UsageError`` for what holds anything else, such as the id of a check."""
+    checks = _listed(value, "checks must be a list of Check")
+    for check in checks:
+        if not isinstance(check, Check):
+            raise UsageError(
+                f"checks must hold rollproof.Check, not {show(check)}; checks that rollproof has are chosen by id with `only`."
+            )
+    return checks
+
+
+def as_path(value: Any, argument: str) -> Path:
+    """A place in the file system, given as text or path. Raises ``UsageError`` for anything else."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else value
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError(f"{argument} must be a path, such as 'out/trace.json', not {show(text)}.")
+    return Path(text)
+
+
+def _listed(value: Any, wanted: str) -> list[Any]:
+    try:
+        return list(value)
+    except TypeError:
+        raise UsageError(f"{wanted}, not {show(value)}.") from None
 
 
 def as_expected(value: Any, registry: Registry | None = None) -> dict[str, str]:

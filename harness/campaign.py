@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollproof.arguments import as_cases, as_expected, as_names, as_seed, check_factory
+from rollproof.arguments import as_cases, as_checks, as_expected, as_names, as_path, as_seed, check_factory
 from rollproof.canary import try_canary
 from rollproof.case import Case
 from rollproof.checks import Check, CheckResult, Registry, Verdict, default_registry
@@ -31,6 +31,7 @@ from rollproof.runner import run_case
 from rollproof.scenarios import Scenarios
 from rollproof.schedules import LATER_REQUEST, profile_named, random_cases, scope_families
 from rollproof.shrink import shrink
+from rollproof.store.values import show
 from rollproof.subjects import SubjectFactory
 from rollproof.telling import told
 from rollproof.trace import Event, PauseMode, Result, Trace
@@ -58,7 +59,7 @@ def run_conformance(
     cases: Iterable[Case] | None = None,
     expected: Mapping[str, str] | None = None,
     progress: Callable[[Progress], None] | None = None,
-    witness_dir: Path | None = None,
+    witness_dir: str | Path | None = None,
     keep_witnesses: Iterable[str] = (),
     recipe: Mapping[str, Any] | None = None,
     canary: bool = True,
@@ -75,19 +76,22 @@ def run_conformance(
     start = time.perf_counter()
     check_factory(factory, "run_conformance()")
     used_seed = profile_named(profile).seed_for(as_seed(seed))
-    registry = default_registry().extended(checks)
-    chosen = as_names(only, "only")
+    registry = default_registry().extended(as_checks(checks))
+    chosen, kept = as_names(only, "only"), as_names(keep_witnesses, "keep_witnesses")
+    folder = None if witness_dir is None else as_path(witness_dir, "witness_dir")
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress must be a function of one Progress, not {show(progress)}.")
     campaign = Campaign(
         factory=factory,
         name=name or _name(factory),
         profile=profile,
         registry=registry.select(chosen) if chosen else registry,
         expected=as_expected(expected, registry),
-        witness_dir=witness_dir,
+        witness_dir=folder,
         recipe=recipe,
     )
-    if witness_dir is not None:
-        check_folder(witness_dir)
+    if folder is not None:
+        check_folder(folder)
     named = None if flavours is None else as_names(flavours, "flavours")
     todo = as_cases(cases) if cases is not None else list(cases_for(factory, profile=profile, seed=used_seed, flavours=named))
     try:
@@ -96,9 +100,9 @@ def run_conformance(
     except KeyboardInterrupt:
         campaign.notes.append(f"interrupted after {campaign.tally.traces} of {len(todo)} cases: only those were judged")
         raise Interrupted(campaign.report(campaign.tally.judgement().results, used_seed, start)) from None
-    if witness_dir is not None:
+    if folder is not None:
         passed = [result.id for result in results if result.verdict is Verdict.PASS]
-        drop_witnesses(witness_dir, set(passed).difference(keep_witnesses), subject=campaign.name)
+        drop_witnesses(folder, set(passed).difference(kept), subject=campaign.name)
     return campaign.report(results, used_seed, start, canary=try_canary(campaign.clean, campaign.registry) if canary else None)
 
 

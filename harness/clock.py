@@ -155,6 +155,10 @@ _SIGNAL_ADVICE = (
     "The subject sets a signal handler on the event loop. rollproof runs subjects on a virtual clock, into which no signal can come. Leave "
     "handlers to the program that starts the stack, or make them optional, so that a test can do without."
 )
+_STOP_ADVICE = (
+    "The subject stops the event loop. rollproof runs subjects on a virtual clock of its own, and judges what was going on only when that "
+    "has ended: leave the loop to the program that starts the stack."
+)
 _PROCESS_ADVICE = (
     "The subject starts a process (loop.{what}). rollproof runs subjects on a virtual clock, which cannot wait for a process in real time. "
     "Give the subject a stand-in for what the process does (the engines of `fleet` answer in this process), or record a real run with "
@@ -216,7 +220,7 @@ def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None) -
     """Run ``main()`` on a fresh virtual loop and return its result; tasks that are left over are cancelled.
 
     ``jumps`` bounds how often time may pass (``None``: no bound).
-    Raises ``Stalled`` where ``main`` itself can never end.
+    Raises ``Stalled`` where ``main`` itself can never end, and ``SubjectError`` where somebody stops the loop before.
     """
     try:
         asyncio.get_running_loop()
@@ -225,10 +229,15 @@ def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None) -
     else:
         raise SubjectError("rollproof brings its own event loop: call it from sync code, not from inside a running loop.")
     loop = VirtualLoop(jumps)
+    task = loop.create_task(main())
     try:
         asyncio.set_event_loop(loop)
         with guarded():
-            return loop.run_until_complete(main())
+            return loop.run_until_complete(task)
+    except RuntimeError as error:
+        if isinstance(error, Stalled) or task.done():
+            raise
+        raise SubjectError(_STOP_ADVICE) from error
     finally:
         _cancel_all(loop)
         asyncio.set_event_loop(None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rollproof.arguments import as_expected, as_names
+from rollproof.arguments import as_expected, as_names, as_path
 from rollproof.attribution import Owners
 from rollproof.canary import plants, try_canary
 from rollproof.checks import Registry, Verdict, default_registry
@@ -125,7 +125,7 @@ class Recording:
         self._registry = registry.select(chosen) if chosen else registry
         self._expected = as_expected(expected)
         self._header = Header(subject=name, contract=contract, engine=engine, profile="recorded")
-        self._save = None if save is None else Path(save)
+        self._save = None if save is None else as_path(save, "save")
         if self._save is not None:
             check_target(self._save)
         self._on_report = on_report

@@ -30,7 +30,10 @@ class _Flying:
 
 
 class _HitsTarget(Fold):
-    """An id means a request, a call or a group of requests; ids of the stack's own making must hit one request at most."""
+    """An id means a request, a call or a group of requests; ids of the stack's own making must hit one request at most.
+
+    A recording is told that an abort was asked for, and not which calls it found: any call of the server may be its own.
+    """
 
     def __init__(self, context: JudgeContext) -> None:
         super().__init__(context)
@@ -75,7 +78,8 @@ class _HitsTarget(Fold):
                 call.caused = True
 
     def on_abort(self, event: Abort, out: Collector) -> None:
-        if event.wanted == "*":
+        untold = not event.call_ids and self.context.header.case is None
+        if event.wanted == "*" or untold:
             self._excuse(event.server_id)
             return
         hit = {call_id: self._flying[call_id].request for call_id in event.call_ids if call_id in self._flying}

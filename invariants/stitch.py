@@ -71,7 +71,8 @@ def request_id_kept(view: RequestView, out: Collector) -> None:
         observed=f"request id {rollout.request_id!r}",
         where=view.where(),
         hint="Rewards and advantages are joined by id, so both requests get the wrong ones: results were matched by the order of their "
-        "ends, or a shared variable was read after the next request had written it.",
+        "ends, or a shared variable was read after the next request had written it. A stack with a numbering of its own hands over "
+        "the request's id, or one that no request has.",
     )
 
 

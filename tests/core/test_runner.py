@@ -297,6 +297,7 @@ def _own_loop() -> None:
             r"opened a connection \(loop\.add_reader\).*Use the handles that `fleet`",
         ),
         (lambda: asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, print), "sets a signal handler on the event loop"),
+        (lambda: asyncio.get_running_loop().stop(), "stops the event loop.*leave the loop to the program that starts the stack"),
     ],
 )
 def test_what_cannot_run_on_a_virtual_clock_is_refused_with_advice(act: Any, message: str) -> None:

@@ -350,6 +350,25 @@ def test_what_happened_to_servers_can_be_told() -> None:
     assert ["weights", "pause", "resume", "abort", "observation"] == kinds(recording.recorded.events)
 
 
+@pytest.mark.parametrize("wanted", ["r1", "handle-7", "*"])
+def test_an_abort_that_was_told_is_not_held_against_the_call_that_it_ended(wanted: str) -> None:
+    """A recording does not know which calls an abort found, so it blames nobody for those that ended."""
+    with rollproof.record(CONTRACT) as trace:
+        client = Client(Engine())
+        answer = client.generate
+
+        def aborted(prompt: list[int], budget: int) -> dict[str, Any]:
+            trace.abort(wanted)
+            return answer(prompt, budget)
+
+        client.generate = trace.engine(aborted, to_call=to_call, to_output=to_output)
+        trace.rollout(client.rollout, to_request=to_request, to_record=to_record([1, 2, 3]))([1, 2, 3])
+
+    assert trace.report is not None
+    assert () == trace.report.failed
+    assert Verdict.UNKNOWN == next(result.verdict for result in trace.report.results if result.id == "lifecycle.abort-hits-target")
+
+
 def test_threads_may_record_at_once() -> None:
     """Events of many threads get distinct, consecutive indexes."""
     recording = Recording(CONTRACT)
@@ -378,6 +397,13 @@ def test_requests_that_never_end_are_told() -> None:
     with pytest.raises(UsageError, match=r"Requests \['r1'\] were submitted and never ended within the block"):
         with rollproof.record(CONTRACT) as trace:
             trace.submit(to_request([1]))
+
+
+@pytest.mark.parametrize("save", [5, b"trace.json", "a\0b"])
+def test_what_is_no_path_is_told_before_the_block(save: Any) -> None:
+    """In our words, not in those of the file system."""
+    with pytest.raises(UsageError, match="save must be a path, such as 'out/trace.json', not "):
+        rollproof.record(CONTRACT, save=save)
 
 
 def test_a_place_that_cannot_be_written_to_is_told_before_the_block(tmp_path: Path) -> None:

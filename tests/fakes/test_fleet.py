@@ -161,6 +161,24 @@ def test_sync_unlabelled() -> None:
     assert [span.version for span in seen(trace, Reply)[-1].output.spans] == [None]
 
 
+def test_an_unlabelled_update_may_reach_one_server_after_the_other() -> None:
+    """While it runs, ``None`` means the weights that it is for; the next one brings new ones."""
+
+    async def main() -> None:
+        fleet = fleet_of(servers=2)
+
+        async def one_by_one(label: int | None) -> None:
+            for name in fleet.servers:
+                await fleet.sync(label, servers=(name,))
+
+        fleet.set_updater(one_by_one)
+        for version in (1, 2):
+            assert await fleet.update(None)
+            assert [version, version] == [server.version for server in fleet.servers.values()]
+
+    on_clock(main)
+
+
 def test_sync_identity() -> None:
     """The same weights under a new label, marked as such."""
     trace = ran(act(ActionKind.SYNC_IDENTITY))

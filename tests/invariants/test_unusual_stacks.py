@@ -79,6 +79,32 @@ class _Rolling(AsSampled):
                 await asyncio.sleep(3.0)
 
 
+class _OneByOne(AsSampled):
+    """Gives each replica the fleet's procedure for itself, also where the weights have no label."""
+
+    async def update_weights(self, version: int | None) -> None:
+        for server in self.fleet.servers:
+            await self.fleet.sync(version, servers=(server,))
+
+
+class _Races(AsSampled):
+    """Asks every server at once, takes the first answer, and aborts the other call by its id."""
+
+    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        tasks = {}
+        for server in self.fleet.servers.values():
+            sample.attempts += 1
+            handle = f"{sample.request.request_id}#{sample.attempts}#"
+            call = server.generate(prompt_ids=list(sent), max_tokens=budget, request_id=handle, sampling=self.sampling_for(sample))
+            tasks[asyncio.ensure_future(call)] = (server, handle)
+        done, slow = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in slow:
+            server, handle = tasks[task]
+            await server.abort(handle)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return next(task for task in tasks if task in done).result()
+
+
 class _OnTheFly(EngineKeep):
     """Loads into the running engine without a pause, and publishes the label later; KV of older weights is kept, as declared."""
 
@@ -164,6 +190,9 @@ class _Polls(AsSampled):
         (_Rolling, case(_TWICE, requests=_PAIR, servers=2), "weights.updates-do-not-interleave"),
         (_Rolling, case(_FAILS, requests=_PAIR, servers=2), "weights.failed-update-resumes"),
         (_Rolling, case(_SYNC, _KILL, requests=_PAIR, servers=2), "lifecycle.survives-death"),
+        (_OneByOne, case(act(ActionKind.SYNC_UNLABELLED, 3), requests=_PAIR, servers=2), "weights.every-replica-updated"),
+        (_OneByOne, case(_TWICE, requests=_PAIR, servers=2), "weights.every-replica-updated"),
+        (_Races, case(act(ActionKind.EVICT, 2), servers=2), "lifecycle.aborts-do-not-surface"),
         (_OnTheFly, case(_SYNC, requests=_PAIR, servers=2), "weights.label-only-keeps-calls"),
         (_OnTheFly, case(_TWICE), "weights.newest-update-stays"),
         (_Hedges, case(requests=_PAIR), "lifecycle.no-orphan-calls"),
