@@ -165,13 +165,13 @@ def _scatter(report: GapReport) -> Plot | None:
     found = density(report.pairs)
     if found is None:
         return None
-    figure, axes = _figure(3.4)
+    figure, axes = _figure(3.2)
     shades = _shaded(axes, found.edges, found.edges, found.counts.astype(float), log=True)
     low = float(found.edges[0])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5))
     axes.plot([low, 0], [low, 0], color=_RED, lw=1, ls=(0, (4, 3)))
-    axes.set(xlim=(low, 0), ylim=(low, 0), xlabel="rollout logprob (nats)", ylabel="trainer logprob (nats)", aspect="equal")
+    axes.set(xlim=(low, 0), ylim=(low, 0), xlabel="rollout logprob (nats)", ylabel="trainer logprob (nats)")
     _legend(axes, shades, "tokens")
     cut = f" Tokens below {low:.0f} nats ({found.cut:,}) are counted in the outermost cells." if found.cut else ""
     return Plot(
@@ -235,8 +235,8 @@ def _layers(report: GapReport) -> Plot | None:
     return Plot(
         name="routers",
         title="Where the experts differ",
-        about="Share of expert slots that the other side did not choose, by layer and place. A full layer is a shifted or an empty"
-        " one, a full column a misaligned end; numerics grow slowly with depth.",
+        about="Share of expert slots that the other side did not choose, by layer and place; blank: none differ, or nothing was"
+        " captured. A full layer is a shifted one, a full column a misaligned end; numerics grow slowly with depth.",
         figure=figure,
     )
 
@@ -286,7 +286,7 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
                 axes.plot(max(interval.value, floor), place, "o", color=_BLUE, ms=4.5)
         if ends and max(ends) > 8 * min(ends):
             axes.set_xlim(min(ends) / 1.3, max(ends) * 1.3)
-            _log_scale(axes, "x", most=4)
+            _log_scale(axes, "x", most=3)
         else:
             axes.set_xlim(left=0.0)
             axes.locator_params(axis="x", nbins=4)
@@ -383,18 +383,12 @@ def _legend(axes: _Axes, shades: Sequence[tuple[float, float, float]], title: st
     told = (lambda value: f"{value:.1%}") if percent else (lambda value: f"{value:,.0f}")
     square: Any = Rectangle  # its constructor is not typed
     handles = [
-        square((0, 0), 1, 1, facecolor=_BLUE, alpha=alpha, lw=0, label=f"{told(low)} to {told(high)}")
-        for low, high, alpha in reversed(shades)
+        square((0, 0), 1, 1, facecolor=_BLUE, alpha=alpha, lw=0, label=f"\N{GREATER-THAN OR EQUAL TO} {told(low)}")
+        for low, _, alpha in reversed(shades)
     ]
-    axes.legend(
-        handles=handles,
-        title=title,
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-        frameon=False,
-        fontsize=8,
-        title_fontsize=8,
-        handlelength=1.2,
+    # a legend of the figure, not of the axes: only for that the layout makes room
+    axes.figure.legend(
+        handles=handles, title=title, loc="outside right upper", frameon=False, fontsize=8, title_fontsize=8, handlelength=1.2
     )
 
 
