@@ -402,7 +402,7 @@ def test_requests_that_never_end_are_told() -> None:
 @pytest.mark.parametrize("save", [5, b"trace.json", "a\0b"])
 def test_what_is_no_path_is_told_before_the_block(save: Any) -> None:
     """In our words, not in those of the file system."""
-    with pytest.raises(UsageError, match="save must be a path, such as 'out/trace.json', not "):
+    with pytest.raises(UsageError, match=r"save must be a path, such as 'out/trace\.json', not "):
         rollproof.record(CONTRACT, save=save)
 
 
