@@ -128,7 +128,10 @@ def _device(asked: str | None) -> str:
 def _tensors(path: str) -> list[tuple[str, Any]]:
     from safetensors.torch import load_file
 
-    return [item for file in sorted(Path(path).glob("*.safetensors")) for item in load_file(file).items()]
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{path} holds no safetensors: an update without tensors would succeed and change nothing.")
+    return [item for file in files for item in load_file(file).items()]
 
 
 def _import_only(architectures: tuple[str, ...]) -> None:
