@@ -196,8 +196,11 @@ def _mishandled(view: StepView) -> str | None:
         bad = int(np.flatnonzero(~rows.distinct)[0])
         amount = share(int((~rows.distinct).sum()), len(rows.distinct), "row")
         return f"{amount} without top_k distinct experts, such as {rows.experts[bad].tolist()}"
-    wrong = int(rows.wrong.sum())
-    return f"{share(wrong, int(rows.held.sum()), 'row')} with a valid target executed other experts" if wrong else None
+    # nothing of a sample without a response enters the loss: its rows may be replayed or left native (verl's R3 mask leaves them)
+    counted = np.repeat([bool(sample.response_ids) for sample in view.step.samples], view.targets.lengths)
+    held = rows.held & counted[np.where(rows.held, rows.place, 0)] if len(counted) else rows.held
+    wrong = int((rows.wrong & held).sum())
+    return f"{share(wrong, int(held.sum()), 'row')} with a valid target executed other experts" if wrong else None
 
 
 @replay_check(

@@ -364,3 +364,27 @@ def test_a_layout_with_one_layer_and_sample_has_no_other_to_blame() -> None:
             return np.roll(super().payload(sample), 1, axis=0)
 
     assert Verdict.FAIL is results(Small, "placement")["forward"].verdict
+
+
+class NothingToLearn(ReplayTrainer):
+    """Leaves a sample without response tokens to its routers: nothing of it enters the loss."""
+
+    def captured(self, microbatch: Microbatch, source: Source) -> Any:
+        answered = np.array([bool(sample.response_ids) for sample in microbatch.samples] + [False])
+        return super().captured(microbatch, source) & answered[source.sample]
+
+
+class Forgetful(ReplayTrainer):
+    """Leaves every sample of a microbatch in which one has no response to its routers."""
+
+    def captured(self, microbatch: Microbatch, source: Source) -> Any:
+        return super().captured(microbatch, source) & all(sample.response_ids for sample in microbatch.samples)
+
+
+def test_a_sample_without_response_may_be_left_to_its_routers() -> None:
+    """A mask may leave it native by design, as verl's for R3 does; leaving other samples' rows native is a fault."""
+    assert Verdict.PASS is results(NothingToLearn, "edges")["edges"].verdict
+    edges = results(Forgetful, "edges")["edges"]
+
+    assert Verdict.FAIL is edges.verdict
+    assert "with a valid target executed other experts" in edges.findings[0].observed
