@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from rollproof.errors import CaseError
 from rollproof.records import Request
+from rollproof.store.wire import misfit_of
 from rollproof.trace import PauseMode
 
 __all__ = ["Action", "ActionKind", "Case", "EngineOptions", "Model", "Trigger"]
@@ -172,11 +173,15 @@ class Case:
                 values["arrivals"] = tuple(float(time) for time in values["arrivals"])
             if "pause_mode" in values:
                 values["pause_mode"] = PauseMode(values["pause_mode"])
-            return cls(**values)
+            case = cls(**values)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             if isinstance(error, CaseError):
                 raise
             raise CaseError(f"This is not a case: {error}.") from error
+        misfit = misfit_of(case)
+        if misfit is not None:
+            raise CaseError(f"This is not a case: {misfit}.")
+        return case
 
 
 def _seconds(value: object) -> bool:
