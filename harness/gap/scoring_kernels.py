@@ -106,7 +106,8 @@ def states(hidden: Any, head: Any, own: Any, scale: float) -> Any:
     operands = (_tiles(hidden, _ROWS), _tiles(head, _COLUMNS), own.to(torch.int32))
     width = hidden.shape[1]
     sizes = _sizes(hidden, columns=_COLUMNS, group=16, stages=3)
-    _states[(sizes["PROGRAMS"],)](*operands, out, picked, n, entries, scale, WIDTH=width, PIECE=min(_PIECE, width), **sizes)
+    launch: Any = _states  # a kernel is subscripted with its grid
+    launch[(sizes["PROGRAMS"],)](*operands, out, picked, n, entries, scale, WIDTH=width, PIECE=min(_PIECE, width), **sizes)
     top = out[:, 0].amax(dim=0)
     keep = (out[:, 0] - top).exp_()
     return torch.stack([top, (out[:, 1] * keep).sum(dim=0), (out[:, 2] * keep).sum(dim=0), picked])
@@ -118,7 +119,8 @@ def head_kl(hidden: Any, head: Any, other_hidden: Any, other_head: Any, scale: f
     out = torch.empty((tiles, 5, n), dtype=torch.float32, device=hidden.device)
     operands = (_tiles(hidden, _ROWS), _tiles(head, _NARROW), _tiles(other_hidden, _ROWS), _tiles(other_head, _NARROW))
     sizes = _sizes(hidden, columns=_NARROW, group=8, stages=4)
-    _kl[(sizes["PROGRAMS"],)](*operands, out, n, entries, scale, WIDTH=hidden.shape[1], OTHER=other_hidden.shape[1], **sizes)
+    launch: Any = _kl
+    launch[(sizes["PROGRAMS"],)](*operands, out, n, entries, scale, WIDTH=hidden.shape[1], OTHER=other_hidden.shape[1], **sizes)
     top, other = out[:, 0].amax(dim=0), out[:, 2].amax(dim=0)
     keep, other_keep = (out[:, 0] - top).exp_(), (out[:, 2] - other).exp_()
     total, other_total = (out[:, 1] * keep).sum(dim=0), (out[:, 3] * other_keep).sum(dim=0)
