@@ -339,7 +339,7 @@ class Registry:
         families = sorted({check.family for check in self})
         near = difflib.get_close_matches(name, [*self.ids, *families], n=3, cutoff=0.5)
         guess = f" Did you mean {' or '.join(near)}?" if near else ""
-        return f"No check or family is named {name!r}.{guess} `rollproof checks` lists all; families are {families}."
+        return f"No check or family is named {name!r}.{guess} `rollproof checks` lists all; families are {', '.join(families)}."
 
 
 def default_registry() -> Registry:

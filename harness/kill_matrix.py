@@ -57,7 +57,7 @@ def known_bugs(only: Iterable[str] = ()) -> tuple[KnownBug, ...]:
     wanted = tuple(only)
     stray = sorted(set(wanted) - {bug.id for bug in KNOWN_BUGS})
     if stray:
-        raise UsageError(f"No known bug is named {stray}; `rollproof known-bugs` lists all {len(KNOWN_BUGS)}.")
+        raise UsageError(f"No known bug is named {' or '.join(map(repr, stray))}; `rollproof known-bugs` lists all {len(KNOWN_BUGS)}.")
     return tuple(bug for bug in KNOWN_BUGS if not wanted or bug.id in wanted)
 
 

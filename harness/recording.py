@@ -255,6 +255,7 @@ class Recording:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        __tracebackhide__ = True  # pytest then shows the line of the test
         trouble = self._saved()
         if error is not None:
             if trouble is not None:
@@ -329,6 +330,7 @@ class Recording:
         return event.call_id
 
     def _conclude(self) -> None:
+        __tracebackhide__ = True
         if not self._submitted:
             raise UsageError("Nothing was recorded: wrap the rollout function with trace.rollout(...), or call trace.submit(...).")
         trace = self.recorded

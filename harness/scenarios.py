@@ -238,10 +238,8 @@ def _ending(call: _Sent, reason: FinishReason, tokens: int) -> str:
     """The name of how a call ended. A budget is the call's own grant."""
     full = call.max_tokens is not None and tokens >= call.max_tokens
     if reason is FinishReason.ABORT:
-        if not call.admits:
-            return "aborts while queued"
-        if not tokens:
-            return "aborts before the first token"
+        if not tokens:  # a recording knows no admissions, but a call that sampled was admitted
+            return "aborts before the first token" if call.admits else "aborts while queued"
         return "aborts on the last token" if full else "aborts mid-decode"
     if reason is FinishReason.STOP:
         return "ends of sequence on the last token" if full else "ends of sequence before the budget"

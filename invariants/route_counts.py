@@ -74,6 +74,15 @@ def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
         for number, segment in enumerate(view.segments)
         if number not in arrays and segment.consumed is not None and segment.consumed.output.token_ids
     ]
+    late = {number: begin for number in empty if (begin := _begin(view, number))}
+    if late:
+        number, begin = next(iter(late.items()))
+        return CountStory(
+            observed=f"{rows} rows; segment {number}'s were asked for from position {begin} on, where there are none",
+            hint="On resume ask from the first row that is lacking, whose number is that of the rows that are there: the row of a "
+            "segment's last token is computed by the next call.",
+            where=where | {"segment": number},
+        )
     if empty:
         return CountStory(
             observed=f"{rows} rows; the engine returned no routes for segment{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))}",
@@ -82,6 +91,12 @@ def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
             where=where,
         )
     return _partly(view, evidence, arrays, where)
+
+
+def _begin(view: RequestView, number: int) -> int:
+    """The position from which on a segment's reply has rows, were there any; 0 where it has no array at all."""
+    reply = view.segments[number].consumed
+    return 0 if reply is None or reply.output.routes is None else reply.output.routes_start
 
 
 def _arrays(view: RequestView) -> dict[int, int]:

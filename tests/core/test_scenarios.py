@@ -111,6 +111,7 @@ def _running() -> Teller:
         (lambda: _aborted((3,)), "aborts mid-decode", 1),
         (lambda: _aborted(()), "aborts before the first token", 1),
         (lambda: _aborted((), admitted=False), "aborts while queued", 1),
+        (lambda: _aborted((3,), admitted=False), "aborts mid-decode", 1),
         (lambda: _aborted((3, 4, 5, 6)), "aborts on the last token", 1),
         (lambda: _aborted(()), "zero-token segments", 1),
         (lambda: _teller().abort(wanted="gone"), "aborts of nothing in flight", 1),

@@ -81,7 +81,7 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
         (["check"], "Missing argument 'TRACE...'"),
         (["check", "nosuch.arrow"], "There is no trace at nosuch.arrow"),
         (["replay", "nosuch.json"], "There is no trace at nosuch.json"),
-        (["known-bugs", "nosuch"], "No known bug is named ['nosuch']"),
+        (["known-bugs", "nosuch"], "No known bug is named 'nosuch'"),
         (["checks", "nosuch"], "No check or family is named 'nosuch'"),
         (["checks", "--json", "plain/out.json"], "Cannot write plain/out.json"),
     ],

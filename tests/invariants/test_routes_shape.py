@@ -68,6 +68,20 @@ def test_a_hole_that_shifts_later_rows_is_a_wrong_count() -> None:
     assert "no routes for segment 1" in only_finding(story.judged(merged), "routes.rows").observed
 
 
+def test_rows_that_were_asked_for_too_late_are_told_from_rows_that_an_engine_did_not_return() -> None:
+    """A resume that asks from the first token to be sampled on: the row of the token before is lost."""
+    story = Story(segments=(Segment(2, 1), Segment(1, 1)))
+    ids, builder = story.ids, TraceBuilder(story.contract)
+    builder.submit("r0", ids[:5], max_tokens=3)
+    builder.weights(1)
+    builder.reply(builder.call(ids[:5], "r0"), ids[5:7], "abort", version=1, output={"routes": story.returned(0)})
+    builder.reply(builder.call(ids[:7], "r0"), ids[7:], "length", version=1, output={"routes": story.rows(7, 7, 1), "routes_start": 7})
+    builder.result(ids[5:], "r0", ids[:5], routes=story.returned(0))
+    finding = only_finding(judge(builder.trace(), REGISTRY), "routes.rows")
+    assert "6 rows; segment 1's were asked for from position 7 on, where there are none" == finding.observed
+    assert 1 == finding.where["segment"]
+
+
 def test_rows_of_the_first_segment_or_of_the_response_alone_are_recognised() -> None:
     """A resume that forgets the new rows, and a stack that drops the prompt's rows without saying where row 0 stands."""
     story = Story()
