@@ -157,7 +157,7 @@ def _accepts(one: LayoutCall, out: Collector) -> None:
             observed=one.event.refused,
             where=one.where(),
             hint="One token, a sequence shorter than 2 * cp, an empty response, a stage without MoE layers are sound. What a framework "
-            "does not support, its adapter says in `supports`.",
+            "does not support, its adapter says in `supports`, or by raising NotImplementedError in the call.",
         )
 
 

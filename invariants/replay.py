@@ -12,8 +12,8 @@ import numpy as np
 from rollproof.checks import Check, Collector
 from rollproof.contract import Contract
 from rollproof.invariants import replay_gates, replay_refusals, replay_results
-from rollproof.invariants.replay_laws import same_loss
-from rollproof.invariants.replay_rows import Executed, judge_rows, native_choice
+from rollproof.invariants.replay_laws import same_loss, unrepeated
+from rollproof.invariants.replay_rows import Executed, drops_padding, judge_rows, native_choice
 from rollproof.invariants.replay_steps import StepView, replay_check
 from rollproof.invariants.wording import count, ranges, share
 from rollproof.records import IntArray
@@ -72,15 +72,17 @@ def _old_logprob(view: StepView, out: Collector) -> None:
     exercised_by="rows counted",
 )
 def _assignments(view: StepView, out: Collector) -> None:
+    drops = drops_padding(view)
     if not view.replays or not view.regular or _skipped(view, out):
         return
     top_k, experts = view.contract.top_k or 1, view.contract.num_experts or 1
     for call in view.calls_of("policy"):
         ordered = np.sort(call.experts, axis=1)
+        nowhere = (call.samples < 0) & (ordered < 0).all(axis=1)
         whole = ordered.shape[1] == top_k
         good = ((ordered >= 0) & (ordered < experts)).all(axis=1) & (ordered[:, 1:] != ordered[:, :-1]).all(axis=1) & whole
         out.exercised("rows counted", len(good))
-        bad = np.flatnonzero(~good)
+        bad = np.flatnonzero(~good & ~nowhere if drops else ~good)
         if not len(bad):
             continue
         padding = int((call.samples[bad] < 0).sum())
@@ -98,7 +100,7 @@ def _assignments(view: StepView, out: Collector) -> None:
 
 @replay_check(
     "replay.coverage",
-    promise="A pass routes every token once in every MoE layer, and a full recompute once more.",
+    promise="A pass routes every token once in every MoE layer, and a full recompute routes it again.",
     exercised_by="layers counted",
 )
 def _coverage(view: StepView, out: Collector) -> None:
@@ -119,7 +121,7 @@ def _coverage(view: StepView, out: Collector) -> None:
             twice = [
                 place
                 for (_, place), times in Counter(zip(rows.rank[here].tolist(), rows.place[here].tolist(), strict=True)).items()
-                if times > 1
+                if times > 1 and phase is Phase.FORWARD  # nested checkpoints recompute a layer more than once
             ]
             if not len(missing) and not twice:
                 continue
@@ -153,6 +155,10 @@ def _free_rows(view: StepView, out: Collector) -> None:
         return
     if view.terms.tolerance > 0:
         out.absent("the contract declares a tolerance: a near tie may be routed either way in two runs")
+        return
+    reason = unrepeated(view)
+    if reason is not None:
+        out.absent(reason)
         return
     native = native_choice(view)
     if native is None:

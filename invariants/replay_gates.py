@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from rollproof.checks import Check, Collector
-from rollproof.invariants.replay_laws import comparable, compare, differences, pair_of
+from rollproof.invariants.replay_laws import comparable, compare, differences, pair_of, unrepeated
 from rollproof.invariants.replay_rows import native_choice, sound_rows
 from rollproof.invariants.replay_steps import REFERENCE, StepView, replay_check
 from rollproof.invariants.wording import share
@@ -17,6 +18,9 @@ _LIKE_A_REFERENCE = 1e-3
 """The largest relative difference to a path that computes in another order."""
 _SLOPE = 0.05
 """The largest relative difference of a gradient to a finite difference."""
+_NO_GRADIENT = (
+    "no native step shows that the gates have gradients at all (a frozen router has none, nor one of top_k=1 with normalised weights)"
+)
 
 
 @replay_check(
@@ -71,7 +75,7 @@ def _gate_gradients(view: StepView, out: Collector) -> None:
     alive = _living(view)
     for layer, sketch in sorted(view.outcome.gates.items()):
         if layer not in alive:
-            out.absent("no native step shows whether the gates have gradients at all (top_k of 1 with normalised weights has none)")
+            out.absent(_NO_GRADIENT)
             continue
         out.exercised("gates")
         if not sketch[0] > 0:
@@ -100,13 +104,16 @@ def _living(view: StepView) -> dict[int, float]:
     exercised_by="finite differences",
 )
 def _gate_slope(view: StepView, out: Collector) -> None:
-    step = view.step
+    step, reason = view.step, unrepeated(view)
     if step.nudge >= 0 or not view.replays or step.nudge_layer is None:
         return
     if not view.done:
         _excuse(view, out, "nudge")
         return
     layer, size = step.nudge_layer, -step.nudge
+    if reason is not None or layer not in _living(view):
+        out.absent(reason or _NO_GRADIENT)
+        return
     up = next((one for one in view.before.values() if one.step.nudge == size and one.step.nudge_layer == layer and one.done), None)
     base = next((one for one in view.before.values() if one.done and one.step.backward and _same_ask(one, view)), None)
     if up is None or base is None or base.outcome is None or up.outcome is None or view.outcome is None:
@@ -119,22 +126,37 @@ def _gate_slope(view: StepView, out: Collector) -> None:
     if sketch is None or high is None or low is None:
         out.absent("the subject tells no loss, or no gradients of its gates")
         return
+    told, bend = _averaged(sketch, up.outcome.gates.get(layer), view.outcome.gates.get(layer))
     slope = (high - low) / (2 * size)
     rounding = 2 * max(abs(high), abs(low)) * 10.0**-view.terms.float_digits / size
-    allowed = max(_SLOPE, view.terms.tolerance) * max(float(sketch[0]), abs(slope)) + rounding
+    allowed = max(_SLOPE, view.terms.tolerance) * max(float(sketch[0]), abs(slope)) + rounding + bend / 4
     if rounding > 0.3 * max(float(sketch[0]), abs(slope)):
         out.absent("the loss has too few digits for a finite difference")
         return
     out.exercised("finite differences")
-    if not abs(slope - float(sketch[1])) <= allowed:
+    if not abs(slope - told) <= allowed:
         out.finding(
             "the gradient of a gate is not the slope of the loss",
             expected=f"{slope:.6g} along the nudge of the gate (a central difference of the replayed loss, +- {allowed:.2g})",
-            observed=f"{sketch[1]:.6g}",
+            observed=f"{told:.6g}, on average over the nudge",
             where={**base.where(layer=layer)},
             hint="Gate values must keep their graph from live scores to output; recorded or detached scores, and a normalisation over "
-            "other experts than those that are executed, break it.",
+            "other experts than those that are executed, break it. A loss that acts in the backward pass alone (Megatron's auxiliary and "
+            "z-losses) belongs into the loss that is told, or is switched off for this.",
         )
+
+
+def _averaged(
+    middle: npt.NDArray[np.float64], up: npt.NDArray[np.float64] | None, down: npt.NDArray[np.float64] | None
+) -> tuple[float, float]:
+    """The gradient along the nudge, averaged over it by Simpson's rule, and how far it bends.
+
+    A loss is not straight within a nudge that its digits can resolve: on a small Megatron model the gradient went from -17 to 58.
+    """
+    if up is None or down is None:
+        return float(middle[1]), 0.0
+    ends = float(up[1]) + float(down[1])
+    return (ends + 4 * float(middle[1])) / 6, abs(ends - 2 * float(middle[1])) / 6
 
 
 def _same_ask(one: StepView, view: StepView) -> bool:

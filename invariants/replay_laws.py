@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 import numpy as np
 
@@ -23,6 +24,7 @@ __all__ = [
     "pair_of",
     "same_loss",
     "sketches",
+    "unrepeated",
 ]
 
 
@@ -52,7 +54,7 @@ def loss_differences(one: Outcome, two: Outcome, tolerance: float) -> Iterator[t
             yield f"logprobs of {name}", count(len(theirs), "logprob"), count(len(mine), "logprob")
         elif not _alike(mine, theirs, tolerance):
             worst = int(np.nanargmax(np.abs(mine - theirs))) if np.isfinite(mine - theirs).any() else 0
-            yield f"logprobs of {name}", f"{theirs[worst]!r} for response token {worst}", f"{mine[worst]!r}"
+            yield f"logprobs of {name}", f"{float(theirs[worst])!r} for response token {worst}", f"{float(mine[worst])!r}"
 
 
 def gradient_differences(one: Outcome, two: Outcome, tolerance: float) -> Iterator[tuple[str, str, str]]:
@@ -63,6 +65,8 @@ def gradient_differences(one: Outcome, two: Outcome, tolerance: float) -> Iterat
     scale = max((float(sketch[0]) for sketch in theirs.values() if np.isfinite(sketch[0])), default=0.0)
     for name in sorted({*mine, *theirs}):
         if name not in mine or name not in theirs:
+            if float((mine if name in mine else theirs)[name][0]) == 0.0:
+                continue  # no gradient, and one of zeros: an expert that ran, for rows without a loss
             yield f"gradient of {name}", "a gradient" if name in theirs else "none", "none" if name in theirs else "a gradient"
             continue
         a, b = mine[name], theirs[name]
@@ -89,6 +93,27 @@ def _alike(a: FloatArray, b: FloatArray, tolerance: float) -> bool:
     return bool(np.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True))
 
 
+def unrepeated(view: StepView) -> str | None:
+    """Why results of this trainer cannot be compared: two native steps differ, before which it did nothing but native ones.
+
+    Looked at in every step; once learned, it holds for the rest of the trace.
+    """
+    other, before = view.same_as, takewhile(lambda one: one is not view, view.before.values())
+    if other is not None and "unrepeated" not in view.learned and all(_is_native(one) for one in (view, *before)):
+        found = next(differences(view, other, view.terms.tolerance), None) if view.done and other.done else None
+        if found is not None:
+            view.learned["unrepeated"] = (
+                f"step {view.step.name!r} repeats {other.step.name!r} with nothing of replay before, and its {found[0]} is {found[2]}, "
+                f"not {found[1]}: seed what is drawn at random, keep state that a step updates, or declare a tolerance"
+            )
+    return view.learned.get("unrepeated")
+
+
+def _is_native(view: StepView) -> bool:
+    step = view.step
+    return step.action is Action.NATIVE and view.ordinary and step.model == "policy" and step.recompute is Recompute.NONE
+
+
 def kind_of(view: StepView) -> str | None:
     """Which promise it is that a step gives what an earlier one gave; ``None`` where it is held to none."""
     other = view.same_as
@@ -110,8 +135,11 @@ def kind_of(view: StepView) -> str | None:
 
 def pair_of(view: StepView, kind: str, out: Collector) -> StepView | None:
     """The step that a step of ``kind`` is held to; ``None``, which is told, where one of them has no results."""
-    other = view.same_as
+    reason, other = unrepeated(view), view.same_as
     if other is None or kind_of(view) != kind:
+        return None
+    if reason is not None:
+        out.absent(reason)
         return None
     for one in (view, other):
         if not one.done:

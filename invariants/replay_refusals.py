@@ -8,12 +8,13 @@ import numpy as np
 
 from rollproof.checks import Check, Collector
 from rollproof.contract import Contract
-from rollproof.invariants.replay_rows import Executed, unsound_before
+from rollproof.invariants.replay_laws import unrepeated
+from rollproof.invariants.replay_rows import Executed, drops_padding, native_choice, unsound_before
 from rollproof.invariants.replay_steps import StepView, replay_check
 from rollproof.invariants.wording import count, listing, share
 from rollproof.replay.contract import terms_of
-from rollproof.replay.events import Phase, Purpose
-from rollproof.replay.terms import Defect
+from rollproof.replay.events import Phase, Purpose, Routing
+from rollproof.replay.terms import Defect, FreeRows
 
 __all__ = ["CHECKS", "RUNS"]
 
@@ -61,6 +62,9 @@ def _failures(view: StepView, out: Collector) -> None:
     if view.outcome.error is None and max(reached.values(), default=0) <= step.fail_at:
         out.absent(f"the step has fewer {step.fail_in} calls of routers than the one in which the failure was to be raised")
         return
+    if view.outcome.error is None and _ran_again(view):
+        out.absent("the trainer ran the step once more after the failure")
+        return
     out.exercised("failures raised")
     if view.outcome.error is None:
         out.finding(
@@ -70,6 +74,21 @@ def _failures(view: StepView, out: Collector) -> None:
             where=view.where(),
             hint="A step that failed in the middle must not update weights: let the exception through, and clean up in a `finally`.",
         )
+
+
+def _ran_again(view: StepView) -> bool:
+    """Whether the router call in which the failure was raised came once more."""
+    step = view.step
+    for rank in {call.rank for call in view.calls}:
+        calls = [call for call in view.calls if call.rank == rank and call.phase is step.fail_in][step.fail_at or 0 :]
+        if any(_same_rows(call, calls[0]) for call in calls[1:]):
+            return True
+    return False
+
+
+def _same_rows(one: Routing, other: Routing) -> bool:
+    same = one.layer == other.layer and np.array_equal(one.samples, other.samples)
+    return same and np.array_equal(one.positions, other.positions)
 
 
 @replay_check(
@@ -169,7 +188,11 @@ def _targets(view: StepView, out: Collector) -> None:
     if _unsound(view, out):
         return
     out.exercised("bad routes handled")
-    problem = _mishandled(view) or ("results, without a word" if defect in _STRUCTURAL and defect not in view.terms.tolerates else None)
+    problem = _mishandled(view)
+    if defect not in _STRUCTURAL:
+        problem = problem or _replaced(view)
+    elif defect not in view.terms.tolerates:
+        problem = problem or "results, without a word"
     if problem is not None:
         out.finding(
             f"routes that are {defect} are accepted",
@@ -192,15 +215,36 @@ def _unsound(view: StepView, out: Collector) -> bool:
 def _mishandled(view: StepView) -> str | None:
     """What is wrong with how a step with bad routes, or another oddity, was executed."""
     rows = Executed.of(view, Phase.FORWARD)
-    if not rows.distinct.all():
-        bad = int(np.flatnonzero(~rows.distinct)[0])
-        amount = share(int((~rows.distinct).sum()), len(rows.distinct), "row")
+    short = ~rows.distinct
+    if drops_padding(view):
+        short &= ~rows.dropped
+    if short.any():
+        bad = int(np.flatnonzero(short)[0])
+        amount = share(int(short.sum()), len(rows.distinct), "row")
         return f"{amount} without top_k distinct experts, such as {rows.experts[bad].tolist()}"
     # nothing of a sample without a response enters the loss: its rows may be replayed or left native (verl's R3 mask leaves them)
     counted = np.repeat([bool(sample.response_ids) for sample in view.step.samples], view.targets.lengths)
     held = rows.held & counted[np.where(rows.held, rows.place, 0)] if len(counted) else rows.held
     wrong = int((rows.wrong & held).sum())
     return f"{share(wrong, int(held.sum()), 'row')} with a valid target executed other experts" if wrong else None
+
+
+def _replaced(view: StepView) -> str | None:
+    """What a row whose ids are no target executed in the first MoE layer, where that is not the router's own choice."""
+    native = native_choice(view)
+    if view.terms.free_rows is not FreeRows.NATIVE or view.terms.tolerance > 0 or native is None or unrepeated(view):
+        return None
+    rows = Executed.of(view, Phase.FORWARD)
+    own = np.sort(native[rows.place, 0], axis=1)
+    free = (rows.place >= 0) & ~rows.held & (rows.column == 0) & (own >= 0).all(axis=1)
+    wrong = np.flatnonzero(free & (rows.ordered != own).any(axis=1))
+    if not len(wrong):
+        return None
+    sample, position = view.sample(int(rows.place[wrong[0]]))
+    return (
+        f"experts {rows.ordered[wrong[0]].tolist()} at position {position} of {sample.request_id}, which are neither a target nor the "
+        f"router's own {own[wrong[0]].tolist()}"
+    )
 
 
 @replay_check(

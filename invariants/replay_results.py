@@ -17,6 +17,7 @@ from rollproof.invariants.replay_laws import (
     loss_differences,
     pair_of,
     sketches,
+    unrepeated,
 )
 from rollproof.invariants.replay_rows import sound_rows
 from rollproof.invariants.replay_steps import StepView, replay_check
@@ -163,8 +164,11 @@ def _mtp(view: StepView, out: Collector) -> None:
     other = view.same_as
     if other is None or kind_of(view) != "self" or not view.terms.mtp or not view.done or not other.done:
         return
-    if view.terms.tolerance > 0:
-        out.absent("the contract declares a tolerance: a near tie may be routed either way in two runs")
+    reason = unrepeated(view) or (
+        "the contract declares a tolerance: a near tie may be routed either way in two runs" if view.terms.tolerance > 0 else None
+    )
+    if reason is not None:
+        out.absent(reason)
         return
     if not sound_rows(view):
         out.absent("the layers below executed other experts than in the native pass")

@@ -17,7 +17,7 @@ from rollproof.records import IntArray
 from rollproof.replay.events import Action, Phase
 from rollproof.replay.targets import chosen_by
 
-__all__ = ["Executed", "judge_rows", "native_choice", "sound_rows", "unsound_before"]
+__all__ = ["Executed", "drops_padding", "judge_rows", "native_choice", "sound_rows", "unsound_before"]
 
 _Places: TypeAlias = "npt.NDArray[np.int64]"
 
@@ -80,6 +80,11 @@ class Executed:
         return np.asarray(inside.all(axis=1) & (self.ordered[:, 1:] != self.ordered[:, :-1]).all(axis=1))
 
     @cached_property
+    def dropped(self) -> npt.NDArray[np.bool_]:
+        """``(rows,)``: which rows are padding that executed nothing."""
+        return np.asarray((self.place < 0) & (self.ordered < 0).all(axis=1))
+
+    @cached_property
     def held(self) -> npt.NDArray[np.bool_]:
         """``(rows,)``: which rows have a target."""
         inside = self.place >= 0
@@ -130,7 +135,17 @@ def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> No
 def sound_rows(view: StepView) -> bool:
     """Whether the forward pass of a step executed its targets: only then do its results, or what it does beside, mean anything."""
     rows = Executed.of(view, Phase.FORWARD)
-    return bool(rows.distinct.all()) and not rows.wrong.any()
+    return bool((rows.distinct | rows.dropped).all()) and not rows.wrong.any()
+
+
+def drops_padding(view: StepView) -> bool:
+    """Whether padding executes no experts in native steps, too: then it is masked by design. Once learned, it holds for the trace."""
+    if "padding" not in view.learned:
+        native = (one for one in (*view.before.values(), view) if one.step.action is Action.NATIVE and one.ordinary)
+        padding = [call.experts[call.samples < 0] for one in native for call in one.calls_of("policy")]
+        if any(len(rows) for rows in padding):
+            view.learned["padding"] = "dropped" if all((rows < 0).all() for rows in padding) else "executed"
+    return view.learned.get("padding") == "dropped"
 
 
 def unsound_before(view: StepView) -> str | None:

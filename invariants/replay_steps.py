@@ -39,6 +39,8 @@ class StepView:
     residue: Residue | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
     """What checks computed of the step and others ask for, too."""
+    learned: dict[str, str] = field(default_factory=dict)
+    """What checks learned about the trainer; all steps of a trace share it."""
 
     @property
     def done(self) -> bool:
@@ -106,6 +108,7 @@ class Assembly:
         self._taken = -1
         self._episode: str | None = None
         self._open: StepView | None = None
+        self._learned: dict[str, str] = {}
         self.steps: dict[str, StepView] = {}
         self.last: StepView | None = None
         self.ended: int = 0
@@ -130,7 +133,7 @@ class Assembly:
                 self._episode, self.steps = event.episode, {}
             terms = self._context.contract.replay
             if terms is not None:
-                self._open = StepView(event, self._context.contract, terms, self.steps)
+                self._open = StepView(event, self._context.contract, terms, self.steps, learned=self._learned)
                 self.steps.setdefault(event.name, self._open)
             return
         view = self._open

@@ -72,10 +72,15 @@ def try_canary(trace: Trace, registry: Registry) -> Canary:
         if judge(trace, alone)[plant.check_id].verdict != "pass":
             passed_over = f"{plant.check_id} does not pass on this run: fix that first"
             continue
+        planted = False
         for spoiled in _spoiled(trace, plant):
+            planted = True
             red = judge(spoiled, alone)[plant.check_id].found > 0
             if red:
                 return Canary(planted=plant.what, expected_by=plant.check_id, red=True)
+        if not planted:
+            passed_over = f"nothing in this run is fit for planting a fault that {plant.check_id} can see"
+            continue
         reason = f"{plant.check_id} did not see it: this run cannot be trusted; please report it"
         return Canary(planted=plant.what, expected_by=plant.check_id, red=False, reason=reason)
     return Canary(planted=None, expected_by=None, red=False, reason=passed_over)

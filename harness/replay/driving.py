@@ -115,7 +115,7 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
 
 
 class _Refused(Exception):
-    """A variant was refused while it was made."""
+    """A variant was refused while it was made, or weights of NaN while they were set."""
 
 
 @dataclass
@@ -237,6 +237,8 @@ class _Drive:
             raise UnsupportedStep(f"the subject has no weights number {step.weights}: {told(error)}") from error
         except BaseException as error:
             _pass_on(error, f"{self.label}.set_weights")
+            if step.weights < 0:  # NaN may be refused where weights are set
+                raise _Refused(told(error)) from error
             raise SubjectError(
                 f"{self.label} could not set weights number {step.weights}, nudged by {step.nudge}: {told(error)}. What a subject does not "
                 "offer is told by raising UnsupportedStep."

@@ -137,7 +137,12 @@ def episodes_for(contract: Contract, extra: int = 0, seed: int = 0) -> Iterator[
 
 
 def _self_replay(terms: ReplayTerms) -> Episode:
-    steps = [native(), chosen("self-replay", same_as="native"), native("native again", same_as="native")]
+    steps = [
+        native(),
+        native("native repeated", same_as="native"),  # a trainer that does not repeat itself is told apart from one that replays wrongly
+        chosen("self-replay", same_as="native"),
+        native("native again", same_as="native"),
+    ]
     if terms.records:
         steps += [
             Planned(name="recording", action=Action.RECORD, purpose=Purpose.OLD_LOGPROB),

@@ -18,9 +18,10 @@ from rollproof.judge import judge
 from rollproof.records import IntArray, Rollout
 from rollproof.replay.contract import terms_of
 from rollproof.replay.driving import record_replay
-from rollproof.replay.events import Action, Outcome, Purpose, Routing, Step
+from rollproof.replay.events import Action, Outcome, Phase, Purpose, Routing, Step
+from rollproof.replay.judging import judge_replay
 from rollproof.replay.layouts import Layout, Rank, Source
-from rollproof.replay.spy import Spy, UnsupportedStep
+from rollproof.replay.spy import InjectedFailure, Spy, UnsupportedStep
 from rollproof.replay.terms import Defect, Installs
 
 CHECKS = default_registry().select(["replay"])
@@ -167,6 +168,104 @@ class Refusing(ReplayTrainer):
         super().check(step)
 
 
+class RecomputesTwice(ReplayTrainer):
+    """Nested checkpoints: a router is asked twice in the backward pass."""
+
+    def route(self, run: Any, microbatch: Microbatch, layer: int, x: Any, phase: Phase) -> IntArray:
+        if phase is Phase.RECOMPUTE:
+            for number in range(len(microbatch.sources)):
+                queue = run.routers[layer, number].queue
+                queue.extendleft(list(queue)[:1])
+            super().route(run, microbatch, layer, x, phase)
+        return super().route(run, microbatch, layer, x, phase)
+
+
+class Frozen(ReplayTrainer):
+    """Trains all but its routers, and tells zeros for them."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        outcome = super().work(step, spy)
+        gates = {layer: np.zeros_like(sketch) for layer, sketch in outcome.gates.items()}
+        return replace(outcome, gates=gates, gradients={name: one for name, one in outcome.gradients.items() if "gate" not in name})
+
+    def reference(self, step: Step) -> Outcome:
+        raise UnsupportedStep("the subject has no reference")
+
+
+class Dropping(ReplayTrainer):
+    """Dropout without a seed, and the contract says nothing of it."""
+
+    noise = np.random.default_rng(0)
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        outcome = super().work(step, spy)
+        factor = 1 + 1e-3 * float(self.noise.standard_normal()) if step.backward else 1.0
+        gates = {layer: sketch * factor for layer, sketch in outcome.gates.items()}
+        gradients = {name: sketch * factor for name, sketch in outcome.gradients.items()}
+        return replace(outcome, loss=(outcome.loss or 0.0) * factor, gradients=gradients, gates=gates)
+
+
+class Updating(ReplayTrainer):
+    """Moves a bias in every training step, as balancing without a loss does."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        if step.backward:
+            self.model.weights["layers.0.gate"][:, 0] += 1e-4
+        return super().work(step, spy)
+
+
+class _Masking(Spy):
+    """Sees padding that executes nothing."""
+
+    def routed(self, layer: int, experts: Any, **places: Any) -> None:
+        super().routed(layer, np.where(np.asarray(places["samples"])[:, None] < 0, -1, experts), **places)
+
+
+class MasksPadding(DenseFirst):
+    """Its dispatcher drops padding, natively and in a replay."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        own = _Masking(step)
+        try:
+            return super().work(step, own)
+        finally:
+            spy.extend(own.events)
+
+
+class Retrying(ReplayTrainer):
+    """Runs a step that failed once more."""
+
+    def run(self, step: Step, spy: Spy) -> Outcome:
+        try:
+            return super().run(step, spy)
+        except InjectedFailure:
+            return super().run(step, spy)
+
+
+class RefusesNaN(ReplayTrainer):
+    """Takes no weights of NaN."""
+
+    def set_weights(self, number: int) -> None:
+        if number < 0:
+            raise ValueError("weights are NaN")
+        super().set_weights(number)
+
+
+class NoneForZeros(ReplayTrainer):
+    """Tells no gradient of an expert that did not run; one that ran for rows without a loss has one of zeros."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        outcome = super().work(step, spy)
+        spare = {"spare": np.zeros(9)} if step.action is Action.REPLAY else {}
+        return replace(outcome, gradients={**outcome.gradients, **spare} if step.backward else {})
+
+
+class EveryExpert(ReplayTrainer):
+    """top_k is the number of experts: all rows are alike."""
+
+    layout = Layout(num_layers=3, num_experts=2, top_k=2)
+
+
 @pytest.mark.parametrize(
     ("made", "verdicts"),
     [
@@ -192,6 +291,15 @@ class Refusing(ReplayTrainer):
         (Lenient, {"targets": "pass"}),
         (Casting, {"targets": "pass"}),
         (Refusing, {"edges": "pass"}),
+        (RecomputesTwice, {"coverage": "pass", "recompute": "pass"}),
+        (Frozen, {"gate-slope": "unknown", "gate-gradients": "unknown", "self-gradients": "pass"}),
+        (Dropping, {"forward": "pass", "self-loss": "unknown", "aftermath": "unknown", "gate-slope": "unknown", "free-rows": "unknown"}),
+        (Updating, {"forward": "pass", "self-loss": "unknown", "aftermath": "unknown", "off": "unknown"}),
+        (MasksPadding, {"assignments": "pass", "gate-slope": "pass", "targets": "pass", "edges": "pass"}),
+        (Retrying, {"failures": "unknown", "aftermath": "pass"}),
+        (RefusesNaN, {"edges": "pass"}),
+        (NoneForZeros, {"self-gradients": "pass", "aftermath": "pass"}),
+        (EveryExpert, {"forward": "pass", "drift": "unknown"}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -388,3 +496,37 @@ def test_a_sample_without_response_may_be_left_to_its_routers() -> None:
 
     assert Verdict.FAIL is edges.verdict
     assert "with a valid target executed other experts" in edges.findings[0].observed
+
+
+class Clipping(ReplayTrainer):
+    """Makes experts of ids that are none."""
+
+    def run(self, step: Step, spy: Spy) -> Outcome:
+        if step.defect not in (Defect.TOO_LARGE, Defect.NEGATIVE):
+            return super().run(step, spy)
+        fitted = tuple(tuple(replace(one, routes=np.clip(one.routes, 0, 7)) for one in part) for part in step.microbatches)
+        return super().run(replace(step, microbatches=fitted), spy)
+
+
+def test_ids_that_are_made_to_fit_are_found() -> None:
+    """A row without a target is the router's own, where the contract says so: an id cut down to a valid one is none."""
+    found = results(Clipping, "bad routes")["targets"]
+
+    assert Verdict.FAIL is found.verdict
+    assert "which are neither a target nor the router's own" in found.findings[0].observed
+
+
+def test_what_does_not_repeat_is_named() -> None:
+    """A trainer that does not repeat a native step is told which result differs, and what to do."""
+    found = results(Dropping, "self-replay")["self-loss"]
+
+    assert found.reason.startswith("step 'native repeated' repeats 'native' with nothing of replay before, and its loss is ")
+    assert found.reason.endswith("seed what is drawn at random, keep state that a step updates, or declare a tolerance")
+
+
+def test_a_canary_is_planted_where_it_can_be_seen() -> None:
+    """Where all rows execute the same experts a shift by a row changes nothing: another fault is planted."""
+    canary = judge_replay(EveryExpert).canary
+
+    assert canary is not None
+    assert (True, "replay.assignments") == (canary.red, canary.expected_by)

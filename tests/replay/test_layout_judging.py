@@ -285,3 +285,30 @@ class TestMegatronLike(rollproof.ReplayLayoutConformance):
 def test_the_door_of_functions(check: CheckResult) -> None:
     """The decorator tells a class of layout functions by its ``layout``."""
     assert check.verdict is Verdict.PASS
+
+
+def _refusing_short(layout: Layout, samples: Sequence[IntArray], rank: Rank) -> Any:
+    if min(map(len, samples)) < 2 * layout.mesh.cp:
+        raise NotImplementedError("a sequence shorter than 2 * cp")
+    return MegatronLike().context(layout, samples=samples, rank=rank)
+
+
+def test_a_call_that_is_not_offered_is_left_out() -> None:
+    """Lengths are not known to ``supports``: a function says by NotImplementedError that it does not take them."""
+    report = judge_layouts(layout_function("context", _refusing_short, MegatronLike.layout))
+
+    assert [] == [result.id for result in report.results if result.verdict is Verdict.FAIL]
+    assert {"layout.context", "layout.accepts"} <= {result.id for result in report.results if result.verdict is Verdict.PASS}
+
+
+def test_attributes_of_a_function_are_taken_as_they_are() -> None:
+    """``supports`` may be a function as well; what it raises or returns wrongly is told."""
+    none = judge_layouts(layout_function("context", _refusing_short, MegatronLike.layout, supports=lambda function, layout: "not now"))
+
+    assert set() == {result.verdict for result in none.results} & {Verdict.PASS, Verdict.FAIL}
+    for supports, message in ((lambda *_: 1 / 0, "raised ZeroDivisionError: division by zero"), (lambda *_: True, "or None, not True")):
+        with pytest.raises(SubjectError) as caught:
+            judge_layouts(layout_function("context", _refusing_short, MegatronLike.layout, supports=supports))
+        assert message in str(caught.value)
+    with pytest.raises(UsageError, match="takes the function to be judged, not a int"):
+        layout_function("context", 5, MegatronLike.layout)  # type: ignore[arg-type]

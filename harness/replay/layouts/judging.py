@@ -101,8 +101,8 @@ def record_layouts(
     )
     recorder = Recorder(lambda: 0.0)
     for function, call in made:
-        if _reason(subject, function, call) is None:
-            recorder.record(_call(subject, function, call))
+        if _reason(subject, function, call, label) is None and (event := _call(subject, function, call)) is not None:
+            recorder.record(event)
     return recorder.trace(Header(subject=label, contract=_CONTRACT, seed=seed, profile=profile, recipe=recipe, about="layouts"))
 
 
@@ -115,15 +115,22 @@ def _make(factory: SubjectFactory, label: str) -> Any:
         raise SubjectError(f"{label} could not be made: {told(error)}.") from error
 
 
-def _reason(subject: Any, function: str, call: Call) -> str | None:
+def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
     """Why the subject does not offer this call."""
     supports = getattr(subject, "supports", None)
-    reason: str | None = None if supports is None else supports(function, call.layout)
+    if supports is None:
+        return None
+    try:
+        reason = supports(function, call.layout)
+    except Exception as error:  # whatever a user's method raises, told in our words
+        raise SubjectError(f"{label}.supports({function!r}, layout) raised {told(error)}. It returns a reason, or None.") from error
+    if not isinstance(reason, str | None):
+        raise SubjectError(f"{label}.supports({function!r}, layout) returns the reason why a call is not offered, or None, not {reason!r}.")
     return reason
 
 
-def _call(subject: Any, function: str, call: Call) -> Laid:
-    """One call. What the function raises is a refusal, to be judged."""
+def _call(subject: Any, function: str, call: Call) -> Laid | None:
+    """One call; ``None`` where the function does not offer it. What else it raises is a refusal, to be judged."""
     made = FUNCTIONS[function]
     arguments = made.arguments(call)
     event = Laid(function=function, given=call.to_dict())
@@ -131,6 +138,8 @@ def _call(subject: Any, function: str, call: Call) -> Laid:
         value = getattr(subject, function)(call.layout, **arguments)
     except (KeyboardInterrupt, GeneratorExit):
         raise
+    except NotImplementedError:
+        return None
     except BaseException as error:  # noqa: BLE001 - a refusal is an outcome, an exit too
         return replace(event, refused=told(error))
     changed = _changed(arguments, made.arguments(call))

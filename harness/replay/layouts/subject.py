@@ -20,7 +20,7 @@ class LayoutSubject(Protocol):
     Cases vary its sizes. Every function of ``rollproof.replay.layouts.functions`` that the subject has as a method is judged, called as
     ``method(layout, **arguments)`` with the layout of the case. Optional are ``supports(function, layout) -> str | None``, the reason why
     the framework does not offer that (such cases are left out), and ``numbers = False`` where a payload must consist of
-    valid expert ids.
+    valid expert ids. A call that raises ``NotImplementedError`` is left out, too: what is refused for the lengths of its samples.
     """
 
     layout: Layout
@@ -44,10 +44,14 @@ def functions_of(subject: Any, label: str) -> tuple[str, ...]:
 def layout_function(name: str, function: Callable[..., Any], layout: Layout, **attributes: Any) -> Callable[[], LayoutSubject]:
     """A factory of a subject with one function, such as ``layout_function("context", my_slice, my_layout)``.
 
-    ``attributes`` are those of a subject (``supports``, ``numbers``). Raises ``UsageError`` for a name that is no layout function.
+    ``attributes`` are those of a subject (``supports``, ``numbers``). Raises ``UsageError`` for a name that is no layout function, and for
+    what cannot be called.
     """
     if name not in FUNCTIONS:
         raise UsageError(f"No layout function is named {name!r}; choose one of {list(FUNCTIONS)}.")
-    made = {"layout": layout, name: staticmethod(function), **attributes}
+    if not callable(function):
+        raise UsageError(f"layout_function({name!r}, ...) takes the function to be judged, not a {type(function).__name__}.")
+    plain = {key: staticmethod(value) if callable(value) else value for key, value in attributes.items()}
+    made = {"layout": layout, name: staticmethod(function), **plain}
     subject: type[LayoutSubject] = type(getattr(function, "__name__", name), (), made)
     return subject
