@@ -34,7 +34,7 @@ def doctor(json_target: JsonTarget = None) -> int:
     seconds, failure = _one_case()
     output.lines(_lines(required, optional, plugin, trouble))
     names = ", ".join(gpu.name or f"device {gpu.index}" for gpu in gpus.gpus)
-    output.lines([(Style.PLAIN, f"GPU            {gpus.reason or names} (asked: {gpus.source})")])
+    output.lines([(Style.PLAIN, f"GPU            {gpus.reason or f'{names} (asked: {gpus.source})'}")])
     output.lines(
         [(Style.BAD, f"one case       {failure}") if failure else (Style.PLAIN, f"one case       runs, in {seconds * 1000:.1f} ms")]
     )

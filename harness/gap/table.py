@@ -88,7 +88,7 @@ def _wanted(names: list[str], renamed: Mapping[str, str], required: Sequence[str
         guess = "; ".join(f"--column {name.split(' ')[0]}={found[0]}" for name, found in near.items() if found)
         raise GapError(
             f"{path} has no column {', '.join(lacking)}. It has {', '.join(names) or 'none'}."
-            f" Say which of them it is with --column NAME=THEIRS{f' (perhaps {guess})' if guess else ''}."
+            f" Say which of them it is with --column NAME=THEIRS{f' (perhaps {guess})' if guess else ''}, or add it (docs/gap.md)."
         )
     known = [renamed.get(name, name) for name in COLUMNS if renamed.get(name, name) in names]
     return known + [name for name in names if name.startswith(_BY_VERSION)]

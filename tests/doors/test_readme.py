@@ -42,6 +42,8 @@ def test_the_example_fails_as_the_readme_says(pytester: pytest.Pytester) -> None
 
     assert finding[1:] == result.outlines[(start := result.outlines.index(finding[1])) : start + len(finding) - 1]
     assert 1 == result.parseoutcomes()["failed"]
+    assert next(line for line in shown if " checks: " in line) in result.outlines
+    assert shown[-1].rpartition(" in ")[0] == result.outlines[-1].strip("= ").rpartition(" in ")[0]
 
 
 def test_the_tagged_example_is_green(pytester: pytest.Pytester) -> None:
