@@ -380,6 +380,32 @@ def test_a_mask_that_does_not_fit_is_refused(model: Any, mask: Any, message: str
         hf_replay(model, GOOD, mask)
 
 
+def test_a_mask_of_another_batch_is_refused(model: Any) -> None:
+    """As many places in another shape, such as sequence-major ones, are other rows; a flat mask is one of the flattened batch."""
+    batch = GOOD.reshape(*IDS.shape, *GOOD.shape[1:])
+
+    hf_replay(model, batch, torch.ones(IDS.numel(), dtype=torch.bool))
+    with pytest.raises(RoutesError, match=r"The mask is \(11, 2\), the routes have the places \(2, 11\)"):
+        hf_replay(model, batch, torch.ones(IDS.T.shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("array", [False, True], ids=["tensor", "array"])
+def test_a_buffer_that_is_filled_anew_changes_no_pass(model: Any, array: bool) -> None:
+    """A loop may keep one buffer for the routes of all microbatches: a recompute that comes later executes what its forward did."""
+    routes, others = recorded(model), recorded(model, IDS.flip(1))
+    drift(model)
+    expected = trained(model, routes)[1]
+    checkpointing(model, False)
+    buffer = routes.clone()
+
+    with hf_replay(model, buffer.numpy() if array else buffer):
+        value = loss(model)
+    buffer.copy_(others)
+    value.backward()
+
+    assert same(expected, gradients(model))
+
+
 @pytest.mark.parametrize("rows", [5, ROWS + 1])
 def test_rows_that_are_not_the_models_are_told(model: Any, rows: int) -> None:
     """Too few and too many rows stop in the first router, with both numbers; nothing is left."""
@@ -522,6 +548,8 @@ def test_a_pass_is_entered_once(model: Any) -> None:
         loss(model)
     with pytest.raises(ReplayError, match="entered once"), once:
         pass
+    with pytest.raises(ReplayError, match="left that was not entered"):
+        hf_replay(model, GOOD).__exit__(None, None, None)
 
 
 def test_routes_live_as_long_as_the_graph(model: Any) -> None:
@@ -573,10 +601,11 @@ def test_backward_passes_that_interleave_are_refused(model: Any) -> None:
         (lambda: tiny_model("qwen3"), "has no MoE layers"),
         (lambda: tiny_model("qwen3_moe", mlp_only_layers=[0, 1, 2]), "looks like an MoE block with 8 experts"),
         (lambda: torch.nn.Linear(2, 2), "Linear has no configuration of HF transformers"),
+        (lambda: None, "and this is a NoneType"),
         (lambda: torch.nn.ModuleList([tiny_model("qwen3_moe"), tiny_model("qwen3_moe")]), "several stacks of layers with routers"),
         (lambda: torch.compile(tiny_model("qwen3_moe"), backend="eager"), "is compiled"),
     ],
-    ids=["dense", "all layers dense", "no model", "two decoders", "compiled"],
+    ids=["dense", "all layers dense", "no model", "nothing", "two decoders", "compiled"],
 )
 def test_models_without_routers_to_replay_are_refused(make: Any, message: str) -> None:
     """A model in which nothing could be replayed, or more than one thing, is told as what it is."""

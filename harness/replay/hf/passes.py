@@ -85,6 +85,8 @@ class Pass:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._hook is None:
+            raise ReplayError("A pass is left that was not entered: use it as `with hf_replay(model, routes): ...`.")
         self._hook.remove()
         self._leave(None)
         if kind is None:

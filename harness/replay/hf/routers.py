@@ -60,6 +60,8 @@ def find_routers(model: Any) -> Routers:
     Keep the result where a loop replays often: it saves the walk over all modules. Raises ``RouterError`` for a compiled model, a model
     without MoE layers, and one whose routers are not found beyond doubt.
     """
+    if not isinstance(model, nn.Module):
+        raise RouterError(f"Routers are looked for in a model (a torch.nn.Module), and this is a {type(model).__name__}.")
     config = next((found for module in model.modules() if (found := _text_config(module)) is not None), None)
     if config is None:
         raise RouterError(f"{type(model).__name__} has no configuration of HF transformers (a `config`), so its top-k is not known.")

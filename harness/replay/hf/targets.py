@@ -66,7 +66,7 @@ def _integers(routes: Any) -> torch.Tensor:
         raise RoutesError(f"Routes must be an array or a tensor of integers, not {type(routes).__name__}: {error}.") from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise RoutesError(f"Routes are of {ids.dtype}, and expert ids are integers: a float cannot say which experts ran.")
-    return ids.to(torch.int64)
+    return ids.to(torch.int64, copy=True)  # a caller's buffer may hold the next microbatch before this one's recompute
 
 
 def _own_layers(ids: torch.Tensor, routers: Routers) -> torch.Tensor:
@@ -86,7 +86,8 @@ def _replayed(mask: Any, places: tuple[int, ...], device: torch.device) -> torch
     if mask is None:
         return None
     given = torch.as_tensor(mask, device=device)
-    if tuple(given.shape) != places and given.numel() != torch.Size(places).numel():
+    turned = given.dim() == len(places) > 1 and tuple(given.shape) != places
+    if turned or given.numel() != torch.Size(places).numel():
         raise RoutesError(f"The mask is {tuple(given.shape)}, the routes have the places {places}: pad and pack both by one function.")
     if given.is_floating_point():
         raise RoutesError(f"The mask is of {given.dtype}; it must be true (or 1) where a row is replayed, as an attention mask is.")
