@@ -154,8 +154,10 @@ def test_nothing_is_left() -> None:
 def test_nothing_is_left_when_the_caller_ends(how: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C, a termination and a kill of the caller end the host and what it started, and remove its folder."""
     program = textwrap.dedent("""
-        import asyncio
+        import asyncio, signal
         from tests.engines.test_process import started
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run behind `&`
 
         async def main():
             host = await started()
@@ -174,7 +176,10 @@ def test_nothing_is_left_when_the_caller_ends(how: signal.Signals, tmp_path: Pat
         assert caller.stdout is not None
         host, child = map(int, caller.stdout.readline().split())
         caller.send_signal(how)
-        caller.wait(30)
+        try:
+            caller.wait(30)
+        finally:
+            caller.kill()
     assert gone(host) and gone(child)
     assert list(tmp_path.iterdir()) == []
 
