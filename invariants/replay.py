@@ -116,6 +116,7 @@ def _coverage(view: StepView, out: Collector) -> None:
             seen = np.zeros(len(view.targets.experts), dtype=bool)
             seen[rows.place[here]] = True
             out.exercised("layers counted")
+            routed = int(seen.sum())
             seen[view.targets.finals] = True  # it predicts nothing: a trainer need not forward it
             missing = np.flatnonzero(~seen)
             twice = [
@@ -130,7 +131,7 @@ def _coverage(view: StepView, out: Collector) -> None:
             out.finding(
                 f"tokens that a layer {'never routed' if len(missing) else 'routed twice on one rank'}",
                 expected=f"{count(len(seen), 'token')} routed once by layer {layer} in the {phase} pass",
-                observed=f"{share(int(seen.sum()), len(seen), 'token')} routed"
+                observed=f"{share(routed, len(seen), 'token')} routed"
                 + (f", {count(len(set(twice)), 'token')} more than once" if twice else ""),
                 where=view.where(request=sample.request_id, position=position, layer=layer),
                 hint="Either a router is not the one that the spy sits on (a model that was built twice: verl#7340), or rows are dropped, "

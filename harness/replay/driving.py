@@ -16,10 +16,10 @@ from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.progress import Progress
 from rollproof.records import FloatArray, IntArray, Rollout
 from rollproof.replay.contract import terms_of
-from rollproof.replay.events import Outcome, Phase, Residue, Routing, Step
+from rollproof.replay.events import Install, Outcome, Phase, Residue, Routing, Step
 from rollproof.replay.plans import EMPTY, NO_RESPONSE, SHORT, Episode, Planned, RoutesFrom, episodes_for, random_episodes
 from rollproof.replay.samples import as_given, as_payload, make_samples, shortest, spoiled, with_drawn_routes, without_response
-from rollproof.replay.spy import InjectedFailure, Spy, UnsupportedStep, sketch
+from rollproof.replay.spy import InjectedFailure, Spy, UnsupportedStep, is_whole, sketch
 from rollproof.replay.targets import chosen_by
 from rollproof.replay.terms import Defect
 from rollproof.subjects import SubjectFactory
@@ -161,6 +161,9 @@ class _Drive:
             outcome = Outcome(step=step.name, skipped=str(error))
         except _Refused as error:
             outcome = Outcome(step=step.name, error=str(error))
+        strays = [type(one).__name__ for one in spy.events if not isinstance(one, Routing | Install)]
+        if strays:
+            raise SubjectError(f"{self.label} gave its spy a {strays[0]}: Spy.extend takes the `events` of another Spy.")
         for event in spy.events:
             self.recorder.record(event)
         self.calls[step.name] = [
@@ -173,17 +176,25 @@ class _Drive:
         for subject in (self.subject, *self.variants.values()):
             stop = getattr(subject, "stop", None)
             if callable(stop):
-                _settled(stop())
+                self._optional("stop", stop)
+
+    def _optional(self, name: str, method: Callable[[], Any]) -> Any:
+        """What an optional method returned. Raises ``SubjectError`` for what it raises."""
+        try:
+            return _settled(method())
+        except BaseException as error:
+            _pass_on(error, f"{self.label}.{name}")
+            raise SubjectError(f"{self.label}.{name} raised {told(error)}.") from error
 
     def _end(self, step: Step, outcome: Outcome, subject: Any = None) -> None:
         self.outcomes[step.name] = outcome
         self.recorder.record(outcome)
         residue = getattr(subject, "residue", None)
         if callable(residue) and not outcome.skipped and step.variant == "":
-            left = _settled(residue())
-            if not isinstance(left, Mapping) or not all(isinstance(one, str) and type(left[one]) is int for one in left):
+            left = self._optional("residue", residue)
+            if not isinstance(left, Mapping) or not all(isinstance(one, str) and is_whole(left[one]) for one in left):
                 raise SubjectError(f"{self.label}.residue must return a mapping from names to whole numbers, not {left!r:.200}.")
-            self.recorder.record(Residue(after=step.name, left=dict(left)))
+            self.recorder.record(Residue(after=step.name, left={one: int(left[one]) for one in left}))
 
     def _run(self, subject: Any, step: Step, spy: Spy) -> Outcome:
         run = subject.run if step.variant != REFERENCE else None

@@ -19,7 +19,7 @@ from rollproof.event import Event
 from rollproof.records import FloatArray, IntArray, Rollout
 from rollproof.replay.events import Install, Phase, Routing, Step
 
-__all__ = ["InjectedFailure", "Spy", "UnsupportedStep", "direction", "identify", "ids_of_map", "sketch"]
+__all__ = ["InjectedFailure", "Spy", "UnsupportedStep", "direction", "identify", "ids_of_map", "is_whole", "sketch"]
 
 _PROBES = 8
 
@@ -69,24 +69,31 @@ class Spy:
         over the step (any id that is no sample's is padding). Raises ``SubjectError`` for arrays that do not fit each other.
         """
         chosen = np.array(experts)
+        count = self.microbatch if microbatch is None else microbatch
+        if not is_whole(layer) or not is_whole(count) or not isinstance(model, str):
+            raise SubjectError(
+                f"Spy.routed needs whole numbers for layer and microbatch and a name for model; it was given layer {layer!r}, microbatch "
+                f"{count!r}, model {model!r}."
+            )
         if tokens is not None:
             samples, positions = identify(tokens, self.step.samples)
         if samples is None or positions is None:
             raise SubjectError("Spy.routed needs the rows' tokens, or their samples and positions.")
         who, where = np.array(samples), np.array(positions)
-        if chosen.ndim != 2 or chosen.dtype.kind not in "iu" or who.shape != (len(chosen),) or where.shape != who.shape:
+        fit = chosen.ndim == 2 and who.shape == (len(chosen),) == where.shape
+        if not fit or not all(_is_int32(array) for array in (chosen, who, where)):
             raise SubjectError(
-                f"Spy.routed needs integer experts (rows, top_k), and a sample and a position for each row; it was given experts "
-                f"{chosen.dtype} {chosen.shape}, samples {who.shape}, positions {where.shape}."
+                "Spy.routed needs integer experts (rows, top_k), and a sample and a position for each row, in the range of int32; it was "
+                f"given experts {chosen.dtype} {chosen.shape}, samples {who.dtype} {who.shape}, positions {where.dtype} {where.shape}."
             )
         self.events.append(
             Routing(
-                layer=layer,
+                layer=int(layer),
                 phase=self._phase,
                 experts=chosen.astype(np.int32),
                 samples=who.astype(np.int32),
                 positions=where.astype(np.int32),
-                microbatch=self.microbatch if microbatch is None else microbatch,
+                microbatch=int(count),
                 rank=self.rank,
                 model=model,
             )
@@ -106,6 +113,19 @@ class Spy:
         self._calls[self._phase] = number + 1
         if self._phase is self.step.fail_in and number == self.step.fail_at:
             raise InjectedFailure(f"rollproof raised this in router call {number} of the {self._phase} pass of step {self.step.name!r}.")
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, of Python or numpy, and no boolean."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_int32(array: npt.NDArray[Any]) -> bool:
+    """Whether an array holds whole numbers that an int32 holds; an empty one may be of any type."""
+    if not array.size:
+        return True
+    bounds = np.iinfo(np.int32)
+    return array.dtype.kind in "iu" and bool(array.min() >= bounds.min) and bool(array.max() <= bounds.max)
 
 
 def identify(tokens: npt.ArrayLike, samples: Sequence[Rollout]) -> tuple[IntArray, IntArray]:

@@ -458,7 +458,7 @@ def test_coverage_names_what_was_never_routed() -> None:
     finding = judge(trace.with_events(kept), CHECKS)["replay.coverage"].findings[0]
 
     assert ("tokens that a layer never routed", 2) == (finding.title, finding.where["layer"])
-    assert "4 of 30 tokens routed" == finding.observed  # final tokens count as routed: nobody need route them
+    assert "0 of 30 tokens routed" == finding.observed
 
 
 def test_a_layout_with_one_layer_and_sample_has_no_other_to_blame() -> None:

@@ -196,6 +196,9 @@ def test_a_router_may_be_refused_while_its_model_is_made() -> None:
         ),
         ({"run": _raising(SystemExit(0))}, r"Made\.run ends the process \(SystemExit: 0\): raise an exception instead"),
         ({"__init__": _raising(SystemExit(0))}, "Made ends the process"),
+        ({"residue": _raising(KeyError("gate"))}, r"Made\.residue raised KeyError: 'gate'\."),
+        ({"stop": _raising(OSError("busy"))}, r"Made\.stop raised OSError: busy\."),
+        ({"run": lambda self, step, spy: (spy.extend([None]), ReplayTrainer.run(self, step, spy))[1]}, "gave its spy a NoneType"),
         ({"residue": lambda self: {"targets": 0.5}}, "Made.residue must return a mapping from names to whole numbers"),
         ({"set_weights": _raising(ValueError("shape"))}, r"Made could not set weights number 1, nudged by 0.0: ValueError: shape\. What"),
         ({"variant": lambda self, name: 3}, r"Made.variant\('fused'\) must return a ReplaySubject, not int"),
@@ -211,6 +214,14 @@ def test_what_is_no_subject_is_told(changes: dict[str, Any], message: str) -> No
         setattr(made, name, value)
     with pytest.raises(SubjectError, match=message):
         record_replay(made, only=["drift", "router fused"])
+
+
+def test_counts_of_numpy_are_counts() -> None:
+    """A residue may be summed by numpy; the trace holds whole numbers of Python."""
+    made = type("Made", (ReplayTrainer,), {"residue": lambda self: {"targets": np.int64(0)}})
+    left = [event.left for event in record_replay(made, only=["self-replay"]).events if isinstance(event, Residue)]
+
+    assert left and all({"targets": int} == {name: type(number) for name, number in one.items()} for one in left)
 
 
 def test_errors_of_rollproofs_own_replay_code_are_outcomes() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +59,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     spy = Spy(STEP)
     with pytest.raises(SubjectError, match="needs the rows' tokens, or their samples and positions"):
         spy.routed(0, [[0, 1]])
-    with pytest.raises(SubjectError, match=r"given experts int64 \(1, 2\), samples \(2,\)"):
+    with pytest.raises(SubjectError, match=r"given experts int64 \(1, 2\), samples int64 \(2,\)"):
         spy.routed(0, [[0, 1]], samples=[0, 1], positions=[0, 1])
     with pytest.raises(SubjectError, match="integer experts"):
         spy.routed(0, [[0.0, 1.0]], samples=[0], positions=[0])
@@ -94,3 +96,32 @@ def test_the_distance_of_sketches_estimates_the_distance_of_arrays() -> None:
 
     assert np.mean(told) == pytest.approx(np.mean(true), rel=0.1)
     assert sketch(np.arange(9.0)).tolist() == sketch(np.arange(9.0).reshape(3, 3)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"layer": "x"}, "was given layer 'x', microbatch 0, model 'policy'"),
+        ({"layer": 1.5}, "was given layer 1.5"),
+        ({"microbatch": None, "model": 5}, "model 5"),
+        ({"samples": [2**40]}, "in the range of int32"),
+        ({"experts": [[2**40, 1]]}, "in the range of int32"),
+        ({"positions": [0.5]}, "positions float64"),
+    ],
+)
+def test_values_that_no_event_holds_are_refused(told: dict[str, Any], message: str) -> None:
+    """What an event would store as something else (2**40 as 0, half a position as 0) is refused."""
+    spy = Spy(STEP)
+    with pytest.raises(SubjectError, match=re.escape(message)):
+        spy.routed(**{"layer": 0, "experts": [[0, 1]], "samples": [0], "positions": [0], **told})
+
+    assert [] == spy.events
+
+
+def test_whole_numbers_of_numpy_are_taken() -> None:
+    """A layer that was counted with numpy is stored as one of Python."""
+    spy = Spy(STEP)
+    spy.routed(np.int64(1), [[0, 1]], samples=[0], positions=[0], microbatch=np.int32(1))  # type: ignore[arg-type]
+
+    (call,) = spy.events
+    assert isinstance(call, Routing) and (int, int) == (type(call.layer), type(call.microbatch))
