@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SUFFIXES = (".py", ".typed", ".txt", ".toml", ".html", ".csv")
 FOLDERS = {"harness": "rollproof", "fakes": "rollproof.fakes", "invariants": "rollproof.invariants", "gpu_suites": "rollproof.gpu_suites"}
 PROBE = """
 import importlib, importlib.metadata, importlib.util, pathlib
@@ -99,7 +100,7 @@ def test_wheel_and_sdist_hold_the_same_modules(built: Path, source: Path) -> Non
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         sdist = {name.partition("/")[2] for name in archive.getnames()}
     expected = {
-        path.relative_to(source) for folder in FOLDERS for path in (source / folder).rglob("*") if path.suffix in (".py", ".typed", ".txt")
+        path.relative_to(source) for folder in FOLDERS for path in (source / folder).rglob("*") if path.suffix in SUFFIXES
     }
 
     assert {str(path) for path in expected} <= sdist
