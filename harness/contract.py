@@ -159,15 +159,16 @@ class Contract:
     once, when a required field is missing, a value is not one of the valid ones, or two fields contradict each other.
 
     ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as ``"uint8"``, or several
-    joined by ``|`` where the engine chooses by expert count. One that is too narrow for ``num_experts`` may be declared: it
-    holds some ids, and is what a faulty stack hands over (verl #5240), which ``routes.dtype`` then reports of its samples; a
-    refused contract would hide the fault behind a misuse. A filler that no value of the type can be is refused. ``multi_turn`` says that the subject drives
-    ``Request.turns``: it appends the environment's tokens after each natural end of the model's turn; ``multimodal`` that
-    it hands ``Request.media`` on to the engines; ``sampling`` whether it does so with ``Request.sampling`` (``None``: not
-    declared, so that a parameter which reaches no engine is unknown). ``max_staleness`` bounds the versions between the newest published
-    weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines
-    whose one label a reply need not name weights that sampled a token of it (``None``: it must). ``engine`` holds
-    the terms of an engine's calls where the subject is one, ``replay`` those of a trainer with routing replay
+    joined by ``|`` where the engine chooses by expert count. One that is too narrow for ``num_experts`` may be
+    declared: it holds some ids, and is what a faulty stack hands over (verl #5240), which ``routes.dtype`` then
+    reports of its samples; a refused contract would hide the fault behind a misuse. A filler that no value of the
+    type can be is refused. ``multi_turn`` says that the subject drives ``Request.turns``: it appends the
+    environment's tokens after each natural end of the model's turn; ``multimodal`` that it hands ``Request.media`` on
+    to the engines; ``sampling`` whether it does so with ``Request.sampling`` (``None``: not declared, so that a
+    parameter which reaches no engine is unknown). ``max_staleness`` bounds the versions between the newest published
+    weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines whose
+    one label a reply need not name weights that sampled a token of it (``None``: it must). ``engine`` holds the terms
+    of an engine's calls where the subject is one, ``replay`` those of a trainer with routing replay
     (``rollproof.replay.contract`` makes the contract of one).
     """
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from rollproof.contract import Contract
-from rollproof.records import BatchRow, EngineOutput, IntArray, Request, Rollout
+from rollproof.records import BatchRow, EngineOutput, Request, Rollout
 from rollproof.trace import PauseMode
 
 if TYPE_CHECKING:
@@ -74,11 +74,12 @@ class ReplaySubject(Protocol):
     ``contract`` is one with ``replay`` terms. ``run`` does one step the trainer's own way, from installing targets to its own cleaning up,
     and tells the spy of every call of a router and of every target that is installed. What it raises is judged.
 
-    Optional, each for the checks that need it: ``set_weights(number)`` (0: the first weights; n > 0: those plus noise, seeded by n, so
-    large that routing changes; -1: the first ones with NaN in the first gate), ``nudge(layer, size)`` (adds ``size`` times ``spy.direction``
-    to the gate weight of a layer until the next ``set_weights``), ``residue() -> Mapping[str, int]`` (what is left of replay, each of which ought to
-    be 0), ``variant(name)`` (another subject: with a router that must be refused, or ``no-moe-layers``), ``reference(step) ->
-    Outcome`` (the step by a path that shares nothing with the replay code), ``stop()``.
+    Optional, each for the checks that need it: ``set_weights(number)`` (0: the first weights; n > 0: those plus
+    noise, seeded by n, so large that routing changes; -1: the first ones with NaN in the first gate), ``nudge(layer,
+    size)`` (adds ``size`` times ``spy.direction`` to the gate weight of a layer until the next ``set_weights``),
+    ``residue() -> Mapping[str, int]`` (what is left of replay, each of which ought to be 0), ``variant(name)``
+    (another subject: with a router that must be refused, or ``no-moe-layers``), ``reference(step) -> Outcome`` (the
+    step by a path that shares nothing with the replay code), ``stop()``.
     """
 
     contract: Contract

@@ -99,9 +99,7 @@ def test_wheel_and_sdist_hold_the_same_modules(built: Path, source: Path) -> Non
     wheel = {name for name in zipfile.ZipFile(next(built.glob("*.whl"))).namelist() if name.startswith("rollproof/")}
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         sdist = {name.partition("/")[2] for name in archive.getnames()}
-    expected = {
-        path.relative_to(source) for folder in FOLDERS for path in (source / folder).rglob("*") if path.suffix in SUFFIXES
-    }
+    expected = {path.relative_to(source) for folder in FOLDERS for path in (source / folder).rglob("*") if path.suffix in SUFFIXES}
 
     assert {str(path) for path in expected} <= sdist
     assert {"LICENSE", "README.md", "pyproject.toml"} <= sdist
