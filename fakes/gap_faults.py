@@ -56,9 +56,10 @@ class _Draw:
     @property
     def sampled(self) -> npt.NDArray[np.int64]:
         """``(tokens,)``: the sampled candidates, by Gumbel noise on the law."""
-        if self._sampled is None:
-            self._sampled = np.argmax(self.law + self.rng.gumbel(size=self.law.shape), axis=1)
-        return self._sampled
+        found = self._sampled
+        if found is None:
+            found = self._sampled = np.asarray(np.argmax(self.law + self.rng.gumbel(size=self.law.shape), axis=1))
+        return found
 
     def logprobs(self, logits: Floats) -> Floats:
         top = logits.max(axis=1, keepdims=True)

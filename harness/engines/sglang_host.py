@@ -29,11 +29,11 @@ class SglangHost(Host):
         super().__init__()
         device = _device(options.get("device"))
         _import_only(tuple(options.get("architectures", ())))
-        import sglang
+        from sglang.srt.entrypoints.engine import Engine
         from sglang.srt.managers import io_struct
 
         self.messages = io_struct
-        self.engine = sglang.Engine(**{**options["engine"], **options[device], "device": device})
+        self.engine = Engine(**{**options["engine"], **options[device], "device": device})
         self.manager = self.engine.tokenizer_manager
 
     async def do_generate(self, **arguments: Any) -> AsyncIterator[Any]:

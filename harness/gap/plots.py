@@ -380,10 +380,10 @@ def _legend(axes: _Axes, shades: Sequence[tuple[float, float, float]], title: st
     if not shades:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=_MUTED)
         return
-    told = (lambda value: f"{value:.1%}") if percent else (lambda value: f"{value:,.0f}")
+    form = ".1%" if percent else ",.0f"
     square: Any = Rectangle  # its constructor is not typed
     handles = [
-        square((0, 0), 1, 1, facecolor=_BLUE, alpha=alpha, lw=0, label=f"\N{GREATER-THAN OR EQUAL TO} {told(low)}")
+        square((0, 0), 1, 1, facecolor=_BLUE, alpha=alpha, lw=0, label=f"\N{GREATER-THAN OR EQUAL TO} {low:{form}}")
         for low, _, alpha in reversed(shades)
     ]
     # a legend of the figure, not of the axes: only for that the layout makes room
