@@ -20,6 +20,8 @@ from rollproof.replay.targets import chosen_by
 __all__ = ["Executed", "drops_padding", "judge_rows", "native_choice", "sound_rows", "unsound_before"]
 
 _Places: TypeAlias = "npt.NDArray[np.int64]"
+_TOO_MANY = -2
+"""Stands in a row that executed more than top_k experts; equals no target."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +121,7 @@ def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> No
     out.finding(
         "routers executed other experts than their target",
         expected=f"experts {target} at position {position} of {sample.request_id} in layer {view.targets.layers[column]}",
-        observed=f"experts {rows.ordered[first].tolist()}; {share(len(wrong), held, 'row')} wrong, in {count(len(layers), 'layer')} "
+        observed=f"{_told_ids(rows.ordered[first])}; {share(len(wrong), held, 'row')} wrong, in {count(len(layers), 'layer')} "
         f"({ranges(layers)}){words}",
         where=view.where(
             request=sample.request_id,
@@ -174,11 +176,16 @@ def _same_tokens(one: StepView, other: StepView) -> bool:
     ]
 
 
+def _told_ids(executed: IntArray) -> str:
+    """The executed ids ``(top_k,)`` of a row in words."""
+    return f"more than {len(executed)} experts" if _TOO_MANY in executed else f"experts {executed.tolist()}"
+
+
 def _of_width(experts: IntArray, width: int) -> IntArray:
     if experts.shape[1] == width:
         return experts
     if experts.shape[1] > width:
         cut = experts[:, :width].copy()
-        cut[:, 0] = -2
+        cut[:, 0] = _TOO_MANY
         return cut
     return np.concatenate([experts, np.full((len(experts), width - experts.shape[1]), -1, dtype=experts.dtype)], axis=1)

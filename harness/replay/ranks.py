@@ -35,6 +35,7 @@ __all__ = ["RankError", "Ranks", "Task"]
 Task: TypeAlias = "Callable[[int, int], Callable[[Any], Any]]"
 """``task(rank, world_size)`` is called once in every rank, and what it returns for each job. Importable; jobs and results are pickled."""
 
+_UNPICKLED = (pickle.PicklingError, AttributeError, TypeError)  # what pickle raises for what it cannot pickle
 _TAIL = 12  # lines of a rank's output that an error quotes
 
 
@@ -99,7 +100,7 @@ class Ranks:
                 self._crew_of = (world_size, crew)
             for pipe in self._crew.values():
                 with suppress(OSError):  # it died; its first answer is the end of the pipe
-                    pipe.send(job)
+                    _send_job(pipe, job)
             said = self._answers(self._limit_s)
             if any(answer is None for answer in said.values()) or len(said) < world_size:
                 self._raise(said, self._limit_s, "in its job")
@@ -200,6 +201,13 @@ def _importable(task: Task) -> str:
             "Define it as a plain function at the top of a module, and pass that function."
         )
     return f"{module}:{name}"
+
+
+def _send_job(pipe: Connection, job: Any) -> None:
+    try:
+        pipe.send(job)
+    except _UNPICKLED as error:
+        raise UsageError(f"The job, a {type(job).__name__}, cannot be sent to other processes: {error}. Send plain data.") from error
 
 
 def _heard(pipe: Connection) -> _Said | None:
@@ -397,9 +405,13 @@ def _live(rank: int, run: dict[str, Any], folder: Path, key: bytes) -> NoReturn:
     def answer(work: Callable[[], Any]) -> None:
         try:
             said = _Said(result=work())
-        except Exception as error:  # noqa: BLE001 - whatever a job raises is told to the parent
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a job raises is told to the parent
             said = _Said(failed=traceback.format_exc(), error=_portable(error), at=time.monotonic())
-        pipe.send(said)
+        try:
+            pipe.send(said)
+        except _UNPICKLED as error:
+            text = f"What the job returned, a {type(said.result).__name__}, cannot be sent to the parent: {error}"
+            pipe.send(_Said(failed=text, at=time.monotonic()))
 
     do: list[Callable[[Any], Any]] = []
     answer(lambda: do.append(_join(rank, run)))
@@ -409,7 +421,7 @@ def _live(rank: int, run: dict[str, Any], folder: Path, key: bytes) -> NoReturn:
         answer(lambda job=job: do[0](job))  # type: ignore[misc]
 
 
-def _portable(error: Exception) -> Exception | None:
+def _portable(error: BaseException) -> BaseException | None:
     """The exception, where the parent can read it."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - what was dumped in the line itself

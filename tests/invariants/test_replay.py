@@ -530,3 +530,30 @@ def test_a_canary_is_planted_where_it_can_be_seen() -> None:
 
     assert canary is not None
     assert (True, "replay.assignments") == (canary.red, canary.expected_by)
+
+
+class OneMore(ReplayTrainer):
+    """Executes an expert beside the target's in replayed steps."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        own = Spy(step)
+        try:
+            return super().work(step, own)
+        finally:
+            more = step.action is Action.REPLAY
+            calls = [
+                replace(one, experts=np.concatenate([one.experts, 7 - one.experts[:, :1]], axis=1))
+                if more and isinstance(one, Routing)
+                else one
+                for one in own.events
+            ]
+            spy.extend(calls)
+
+
+def test_rows_with_an_expert_too_many_say_so() -> None:
+    """What is told of a row are its experts, or that there are too many: never a mark of our own."""
+    found = results(OneMore, "placement")
+
+    assert found["forward"].findings[0].observed.startswith("more than 2 experts; ")
+    assert "[-2" not in str(found["forward"].findings)
+    assert Verdict.FAIL is found["assignments"].verdict

@@ -62,6 +62,28 @@ def test_a_rank_that_raises_is_named_with_what_it_raised(ranks: Ranks) -> None:
     assert (1, ArithmeticError) == (caught.value.rank, type(caught.value.__cause__))
 
 
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ("ends", r"Rank 1 of 2 failed in its job\.\n(.*\n)*SystemExit: rank 1 has enough"),
+        ("gives a function", r"Rank 1 of 2 failed in its job\.\n.*What the job returned, a function, cannot be sent to the parent: "),
+    ],
+)
+def test_what_cannot_come_back_is_told(ranks: Ranks, job: str, message: str) -> None:
+    """A job that ends its process, or returns what cannot be pickled, is told as that."""
+    with pytest.raises(RankError, match=message) as caught:
+        ranks.run(job, world_size=2)
+    assert 1 == caught.value.rank
+    assert [3, 3] == ranks.run("add", world_size=2)
+
+
+def test_a_job_that_cannot_be_sent_is_refused(ranks: Ranks) -> None:
+    """Jobs are plain data."""
+    with pytest.raises(UsageError, match="The job, a function, cannot be sent to other processes: "):
+        ranks.run(lambda: 1, world_size=2)
+    assert [3, 3] == ranks.run("add", world_size=2)
+
+
 def test_ranks_that_all_raise_go_on(ranks: Ranks) -> None:
     """Where every rank answered, nobody waits in a collective: the processes stay, with their state."""
     before = ranks.run("pid", world_size=2)
@@ -72,7 +94,10 @@ def test_ranks_that_all_raise_go_on(ranks: Ranks) -> None:
 
 def test_ranks_that_hang_are_ended_and_say_where_they_were() -> None:
     """A job over its limit ends for all ranks; the error holds the place of each of them."""
-    with Ranks(summing, limit_s=1.5) as ranks, pytest.raises(RankError, match=r"No answer from rank \[0, 1\] of 2 within 1.5 s") as caught:
+    with (
+        Ranks(summing, preload=["torch"], limit_s=1.5) as ranks,
+        pytest.raises(RankError, match=r"No answer from rank \[0, 1\] of 2 within 1.5 s") as caught,
+    ):
         ranks.run("sleeps", world_size=2)
     assert None is caught.value.rank
     assert [True, True] == [word in str(caught.value) for word in ("in all_reduce", "rank_tasks.py")]

@@ -28,6 +28,10 @@ def summing(rank: int, world_size: int) -> Callable[[str], Any]:
                     os._exit(3)
                 case "raises":
                     raise ArithmeticError("rank 1 cannot count")
+                case "ends":
+                    raise SystemExit("rank 1 has enough")
+                case "gives a function":
+                    return do
                 case "sleeps":
                     time.sleep(60)
         total = torch.tensor([rank + 1])
