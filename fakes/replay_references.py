@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rollproof.fakes.replaying import ReplayTrainer
 from rollproof.replay.layouts import Alignment, Context, Fill, Layout, Mesh, Order, Side, Stages
 from rollproof.replay.terms import FreeRows, ReplayMode
@@ -25,7 +27,7 @@ _BOTH = Alignment(by=("tp", "2cp"))
 class DenseFirst(ReplayTrainer):
     """A dense first layer, payloads with a column for it, padded on the left, rows in the order of places; sequence parallel."""
 
-    layout = Layout(
+    layout: ClassVar[Layout] = Layout(
         num_layers=4,
         num_experts=8,
         top_k=2,
@@ -36,14 +38,14 @@ class DenseFirst(ReplayTrainer):
         mesh=Mesh(tp=2, sequence_parallel=True),
         alignment=Alignment(by=("tp",)),
     )
-    others = ("critic", "reference")
+    others: ClassVar[tuple[str, ...]] = ("critic", "reference")
     parallel = "tp2 with sequence parallelism"
 
 
 class Recording(ReplayTrainer):
     """Records its own routes (R2), a column for each MoE layer, over uneven stages one of which has no router."""
 
-    layout = Layout(
+    layout: ClassVar[Layout] = Layout(
         num_layers=5,
         num_experts=8,
         top_k=2,
@@ -61,34 +63,34 @@ class Recording(ReplayTrainer):
 class Zigzag(ReplayTrainer):
     """Packed sequences, zigzag context parallel and sequence parallel, of sizes that differ."""
 
-    layout = Layout(num_layers=3, num_experts=8, top_k=2, mesh=Mesh(tp=2, cp=3, sequence_parallel=True), alignment=_BOTH)
+    layout: ClassVar[Layout] = Layout(num_layers=3, num_experts=8, top_k=2, mesh=Mesh(tp=2, cp=3, sequence_parallel=True), alignment=_BOTH)
     parallel = "tp2 with sequence parallelism, cp3 (zigzag)"
 
 
 class Contiguous(ReplayTrainer):
     """Contiguous context parallel over all packed rows; rows without a target execute distinct dummies."""
 
-    layout = Layout(
+    layout: ClassVar[Layout] = Layout(
         num_layers=2, num_experts=8, top_k=3, mesh=Mesh(cp=3), context=Context.CONTIGUOUS, alignment=Alignment(total=6), fill=Fill.SPREAD
     )
     free_rows = FreeRows.DUMMY
-    others = ()
+    others: ClassVar[tuple[str, ...]] = ()
     parallel = "cp3 (contiguous)"
 
 
 class Interleaved(ReplayTrainer):
     """Two pipeline ranks with two chunks each: rank 0 holds layers 0 and 2."""
 
-    layout = Layout(num_layers=4, num_experts=8, top_k=2, mesh=Mesh(pp=2, vpp=2))
+    layout: ClassVar[Layout] = Layout(num_layers=4, num_experts=8, top_k=2, mesh=Mesh(pp=2, vpp=2))
     microbatches = 4
-    others = ()
+    others: ClassVar[tuple[str, ...]] = ()
     parallel = "pp2 with 2 chunks"
 
 
 class Pipelined(ReplayTrainer):
     """Records over pipeline stages, chunks, context and tensor ranks (R2)."""
 
-    layout = Layout(
+    layout: ClassVar[Layout] = Layout(
         num_layers=8,
         num_experts=8,
         top_k=2,
@@ -99,14 +101,14 @@ class Pipelined(ReplayTrainer):
     )
     mode = ReplayMode.R2
     microbatches = 2
-    others = ("critic",)
+    others: ClassVar[tuple[str, ...]] = ("critic",)
     parallel = "pp2 with 2 chunks, cp2 (zigzag), tp3 with sequence parallelism"
 
 
 class ManyExperts(ReplayTrainer):
     """More experts than a byte counts, weights that are normalised, and an MTP layer behind."""
 
-    layout = Layout(num_layers=2, num_experts=300, top_k=2)
+    layout: ClassVar[Layout] = Layout(num_layers=2, num_experts=300, top_k=2)
     normalised = True
     mtp = True
     width = 3
@@ -115,14 +117,14 @@ class ManyExperts(ReplayTrainer):
 class CapturedPrefix(ReplayTrainer):
     """Payloads may end early: what was not captured is left to the router."""
 
-    layout = Layout(num_layers=3, num_experts=8, top_k=2, held="captured-prefix", packed=False)  # type: ignore[arg-type]
-    others = ("teacher",)
+    layout: ClassVar[Layout] = Layout(num_layers=3, num_experts=8, top_k=2, held="captured-prefix", packed=False)  # type: ignore[arg-type]
+    others: ClassVar[tuple[str, ...]] = ("teacher",)
 
 
 class OneExpert(ReplayTrainer):
     """A single expert per token."""
 
-    layout = Layout(num_layers=2, num_experts=4, top_k=1, mesh=Mesh(tp=2))
+    layout: ClassVar[Layout] = Layout(num_layers=2, num_experts=4, top_k=1, mesh=Mesh(tp=2))
     parallel = "tp2 without sequence parallelism"
 
 

@@ -200,7 +200,7 @@ class EngineConformance(_Conformance):
         if cls.engine is not None and "subject" not in cls.__dict__:
             from rollproof.engines.doors import EngineChoice
 
-            cls.subject = EngineChoice(engine=cls.engine, model=cls.model)
+            type.__setattr__(cls, "subject", EngineChoice(engine=cls.engine, model=cls.model))
         super().__init_subclass__(**kwargs)
 
 

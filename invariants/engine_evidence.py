@@ -108,7 +108,7 @@ class PerReply(Fold):
         super().__init__(context)
         self.contract: Contract = context.header.engine or context.contract
         self.calls: dict[int, Call] = {}
-        self.updates = 0
+        self.updates: int = 0
         self._reply: Reply | None = None
         self._references: list[Reference] = []
 

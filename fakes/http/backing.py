@@ -13,7 +13,7 @@ from rollproof.contract import KvPolicy
 from rollproof.fakes.batching import EngineHooks
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.engine import MAX_LENGTH, FakeEngine
-from rollproof.fakes.flavours import engine_contract, flavour_named
+from rollproof.fakes.flavours import Flavour, engine_contract, flavour_named
 from rollproof.records import Version
 from rollproof.trace import Header, Recorder, TraceSink, Weights
 
@@ -74,7 +74,7 @@ class Backing:
 
     def __init__(self, options: ServeOptions, sinks: Iterable[TraceSink] = (), *, keep: bool = True) -> None:
         self.options = options
-        self.flavour = flavour_named(options.flavour)
+        self.flavour: Flavour = flavour_named(options.flavour)
         self.policy: CodedPolicy = CodedPolicy.from_model(options.model, options.seed)
         self.recorder: Recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
         self._hooks = _Watching()

@@ -107,7 +107,7 @@ class Bench:
         self.engine = engine
         self.name = name
         self.serving = serving
-        self.draw = np.random.default_rng([seed, *name.encode()])
+        self.draw: np.random.Generator = np.random.default_rng([seed, *name.encode()])
         self.kv_policy: KvPolicy = KvPolicy.RECOMPUTE
         self.provenance: Provenance | None = None
         self.max_batch: int = max_batch

@@ -32,9 +32,9 @@ class SglangHost(Host):
         from sglang.srt.entrypoints.engine import Engine
         from sglang.srt.managers import io_struct
 
-        self.messages = io_struct
-        self.engine = Engine(**{**options["engine"], **options[device], "device": device})
-        self.manager = self.engine.tokenizer_manager
+        self.messages: Any = io_struct
+        self.engine: Any = Engine(**{**options["engine"], **options[device], "device": device})
+        self.manager: Any = self.engine.tokenizer_manager
 
     async def do_generate(self, **arguments: Any) -> AsyncIterator[Any]:
         """One call of ``Engine.async_generate``: its chunks where ``stream`` is set, else its one reply."""

@@ -38,7 +38,7 @@ class VllmHost(Host):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        self.engine: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
     async def do_generate(
         self, request_id: str, prompt_ids: list[int], sampling: dict[str, Any], stream: str
@@ -98,7 +98,7 @@ class OfflineHost(Host):
         arguments = _arguments(options)
         from vllm.entrypoints.llm import LLM
 
-        self.llm = LLM(**arguments)
+        self.llm: Any = LLM(**arguments)
         self._busy = asyncio.Lock()
         self._waiting: list[tuple[list[int], Any, asyncio.Future[Any]]] = []
 

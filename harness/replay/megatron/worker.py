@@ -126,8 +126,8 @@ class Run:
         self.chunks = chunks
         self.spy = spy
         self.in_place = in_place
-        self.answer = Answer(rank=rank, events=spy.events)
-        self.batches = batches(setup, step, rank)
+        self.answer: Answer = Answer(rank=rank, events=spy.events)
+        self.batches: list[Batch] = batches(setup, step, rank)
         self._running: tuple[int, bool] = (0, True)  # microbatch, and whether it is in its forward pass
 
     def run(self) -> Answer:

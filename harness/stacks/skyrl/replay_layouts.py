@@ -86,7 +86,8 @@ class SkyRLPadded(SkyRLPacked):
 
     layout: ClassVar[Layout] = replace(_PACKED, packed=False, side=Side.RIGHT, order=Order.SEQUENCE_MAJOR, alignment=Alignment(by=("tp",)))
     packs: ClassVar[bool] = False
-    context = select = None  # type: ignore[assignment]  # as in SkyRLPacked
+    context: ClassVar[Any] = None
+    select: ClassVar[Any] = None
 
     def supports(self, function: str, layout: Layout) -> str | None:
         """Context parallelism needs packing."""

@@ -132,14 +132,29 @@ class VerlPadded(VerlR3):
     """As ``VerlR3`` with ``use_remove_padding=False``: the engine feeds what ``preprocess_bshd_engine`` makes, a padded batch."""
 
     layout: ClassVar[Layout] = replace(_FULL, packed=False, side=Side.RIGHT)
-    complete = unpack = pack = context = context_merge = select = stage_layers = routers = tensor_slice = None  # type: ignore[assignment]
+    complete: ClassVar[Any] = None
+    unpack: ClassVar[Any] = None
+    pack: ClassVar[Any] = None
+    context: ClassVar[Any] = None
+    context_merge: ClassVar[Any] = None
+    select: ClassVar[Any] = None
+    stage_layers: ClassVar[Any] = None
+    routers: ClassVar[Any] = None
+    tensor_slice: ClassVar[Any] = None
 
 
 class VerlR3Contiguous(VerlR3):
     """As ``VerlR3``, with the contiguous division that DeepSeek-V4's attention asks for."""
 
     layout: ClassVar[Layout] = replace(_FULL, context=Context.CONTIGUOUS, alignment=Alignment(by=("tp", "cp")))
-    complete = unpack = pack = select = targets = stage_layers = routers = tensor_slice = None  # type: ignore[assignment]  # as in VerlR3
+    complete: ClassVar[Any] = None
+    unpack: ClassVar[Any] = None
+    pack: ClassVar[Any] = None
+    select: ClassVar[Any] = None
+    targets: ClassVar[Any] = None
+    stage_layers: ClassVar[Any] = None
+    routers: ClassVar[Any] = None
+    tensor_slice: ClassVar[Any] = None
 
     def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> Any:
         """``preprocess_thd_engine``; a megatron-core that cannot say ``cp_partition_mode`` is given a field for it."""
@@ -156,7 +171,14 @@ class VerlR2(VerlR3):
     """Routes that the trainer recorded: payloads have columns for MoE layers only, and ranks and chunks are merged."""
 
     layout: ClassVar[Layout] = replace(_FULL, layer_axis="moe")  # type: ignore[arg-type]  # a plain string is accepted
-    complete = unpack = pack = context = context_merge = targets = stage_layers = tensor_slice = None  # type: ignore[assignment]  # as in VerlR3
+    complete: ClassVar[Any] = None
+    unpack: ClassVar[Any] = None
+    pack: ClassVar[Any] = None
+    context: ClassVar[Any] = None
+    context_merge: ClassVar[Any] = None
+    targets: ClassVar[Any] = None
+    stage_layers: ClassVar[Any] = None
+    tensor_slice: ClassVar[Any] = None
 
     def supports(self, function: str, layout: Layout) -> str | None:
         """Stages are gathered over a pipeline; a single rank gathers nothing."""
