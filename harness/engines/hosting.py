@@ -123,9 +123,13 @@ def _refuse(channel: socket.socket, text: str, *, told: bool = False) -> NoRetur
 
 def _watch_start(channel: socket.socket) -> None:
     """While the engine starts, nobody reads from the caller: end everything where the caller is gone."""
-    with contextlib.suppress(OSError):
+    try:
         if channel.recv(1, socket.MSG_PEEK):
             return
+    except BlockingIOError:
+        return  # the engine started before this thread ran, and its loop, which made the socket so, sees the caller's end itself
+    except OSError:
+        pass  # the connection broke: as if it had ended
     leave()
 
 
