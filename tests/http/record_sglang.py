@@ -1,28 +1,18 @@
-"""Records what SGLang's own HTTP server answers, for the faces of the fakes to be compared with: ``python -m tests.http.record_sglang``.
+"""Records what SGLang's own HTTP server answers, for the faces of the fakes to be compared with.
 
-Needs SGLang (`nox -s engines` makes an environment with it) and takes a few minutes on a CPU. A recording is facts: keys, types and
-statuses; long arrays and strings are cut.
+``python -m tests.http.record_sglang [KIND...]`` writes those kinds, by itself all. Needs SGLang (`nox -s engines` makes an environment
+with it) and takes a few minutes on a CPU.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "recorded"
-KEPT_ITEMS, KEPT_CHARACTERS = 3, 40
+from tests.http.recording import Exchange, Order, Server, record
+
 PROMPT = list(range(5, 15))
 SAMPLING = {"max_new_tokens": 4, "temperature": 1.0, "ignore_eos": True}
 LONG = {**SAMPLING, "max_new_tokens": 200}
@@ -34,46 +24,77 @@ CHAT = {
     "logprobs": True,
     "return_routed_experts": True,
 }
+CHATS = "/v1/chat/completions"
+DISK = "/update_weights_from_disk"
+CHATS_ASKED: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"n": 2},
+    {"top_logprobs": 2},
+    {"logprobs": False, "return_routed_experts": False},
+    {"stream": True, "stream_options": {"include_usage": True}},
+    {"stream": True, "n": 2},
+    {"return_meta_info": True},
+    {"return_meta_info": True, "stream": True},
+    {"routed_experts_start_len": 2},
+    {"rid": "mine-chat", "temperature": 0.0, "seed": 3, "stop": ["w7"]},
+    {"max_completion_tokens": 2},
+    {"model": "another"},
+    {"return_prompt_token_ids": True},
+    {"messages": [{"role": "system", "content": "w4"}, {"role": "user", "content": [{"type": "text", "text": "w5"}]}]},
+)
+"""Changes of ``CHAT`` that the server takes."""
+CHATS_REFUSED: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"model": "tiny", "messages": []},
+    {"model": "tiny", "messages": "w5"},
+    {"model": "tiny", "messages": [{"role": "nobody", "content": "w5"}]},
+    {**CHAT, "max_tokens": 0},
+    {**CHAT, "max_tokens": 5000},
+    {**CHAT, "temperature": -1},
+    {**CHAT, "n": 0},
+    {**CHAT, "top_logprobs": 2, "logprobs": False},
+    {**CHAT, "messages": [{"role": "user", "content": "w5 " * 600}]},
+    {**CHAT, "routed_experts_start_len": 100},
+)
+COMPLETION = {"model": "tiny", "prompt": "w5 w6 w7", "max_tokens": 3, "ignore_eos": True}
+COMPLETIONS_ASKED: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"prompt": PROMPT, "logprobs": 1, "return_routed_experts": True},
+    {"prompt": [PROMPT, PROMPT]},
+    {"prompt": ["w5", "w6 w7"], "n": 2},
+    {"echo": True, "logprobs": 0},
+    {"stream": True, "logprobs": 1, "return_routed_experts": True},
+    {"stream": True, "stream_options": {"include_usage": True}},
+    {"max_tokens": 1, "temperature": 0.0, "seed": 5, "rid": "mine-completion"},
+    {"max_tokens": 0},
+    {"return_meta_info": True, "return_routed_experts": True},
+)
+COMPLETIONS_REFUSED: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"model": "tiny", "prompt": []},
+    {"model": "tiny", "prompt": ""},
+    {**COMPLETION, "max_tokens": 5000},
+    {**COMPLETION, "prompt": PROMPT * 60},
+    {**COMPLETION, "logprobs": -1},
+)
+GENERATED: tuple[Mapping[str, Any], ...] = (
+    {"sampling_params": {**SAMPLING, "max_new_tokens": 0}},
+    {"sampling_params": {**SAMPLING, "max_new_tokens": 1}},
+    {"sampling_params": {**SAMPLING, "max_new_tokens": 5000}},
+    {"sampling_params": {**SAMPLING, "temperature": -1.0}},
+    {"sampling_params": {**SAMPLING, "top_p": 2.0}},
+    {"sampling_params": {**SAMPLING, "no_such_parameter": 1}},
+    {"no_such_field": 1},
+    {"logprob_start_len": 0, "top_logprobs_num": 2},
+    {"input_ids": [PROMPT, PROMPT], "rid": ["more-a", "more-b"]},
+    {"input_ids": None, "text": "w5 w6"},
+    {"stream": True, "sampling_params": {**SAMPLING, "n": 2}},
+    {"stream": True, "input_ids": [5] * 600},
+)
+"""Changes of ``WHOLE``."""
 
 
-class Server:
-    """The running server, asked by plain HTTP."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    def ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """One exchange: what was sent and what came back; the events of a stream as a list."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        sent = None if body is None else json.dumps(body)
-        connection.request(method, path, sent, {"Content-Type": "application/json"} if sent else {})
-        response = connection.getresponse()
-        text = response.read().decode()
-        kind = (response.getheader("content-type") or "").partition(";")[0]
-        received: Any = text
-        if kind == "text/event-stream":
-            received = [_parsed(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
-        elif kind == "application/json":
-            received = _parsed(text)
-        connection.close()
-        return {
-            "request": {"method": method, "path": path, **({} if body is None else {"body": body})},
-            "response": {"status": response.status, "content_type": kind, "body": shortened(received)},
-        }
-
-
-def shortened(value: Any) -> Any:
-    """The same keys and types with less in them: at most three items of an array, forty characters of a string."""
-    if isinstance(value, Mapping):
-        return {key: shortened(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [shortened(item) for item in value[:KEPT_ITEMS]]
-    if isinstance(value, str) and len(value) > KEPT_CHARACTERS:
-        return value[:KEPT_CHARACTERS] + "..."
-    return value
-
-
-def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]]]:
     """Every kind of request by name, each as the exchanges that belong to it."""
     ask = server.ask
     yield (
@@ -91,23 +112,26 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[dict[str,
     yield "generate_stream", [ask("POST", "/generate", {**WHOLE, "rid": "mine-7", "stream": True})]
     yield (
         "abort",
-        [*_beside(server, "cut-1", [("POST", "/abort_request", {"rid": "cut-1"})]), ask("POST", "/abort_request", {"rid": "nobody"})],
+        [
+            *server.beside(_running("cut-1"), [("POST", "/abort_request", {"rid": "cut-1"})]),
+            ask("POST", "/abort_request", {"rid": "nobody"}),
+        ],
     )
     pause = ("POST", "/pause_generation", {"mode": "retract"})
     resume = ("POST", "/continue_generation", {"torch_empty_cache": False})
-    yield "pause_continue", _beside(server, "held-1", [pause, resume])
+    yield "pause_continue", server.beside(_running("held-1"), [pause, resume])
     yield (
         "flush_cache",
         [
             ask("POST", "/flush_cache"),
-            *_beside(server, "held-2", [("POST", "/flush_cache", None), ("POST", "/abort_request", {"abort_all": True})]),
+            *server.beside(_running("held-2"), [("POST", "/flush_cache", None), ("POST", "/abort_request", {"abort_all": True})]),
         ],
     )
     yield (
         "update_weight_version",
         [
             ask("POST", "/update_weight_version", {"new_version": "w1", "abort_all_requests": False}),
-            *_beside(server, "cut-2", [("POST", "/update_weight_version", {"new_version": "w2"})]),
+            *server.beside(_running("cut-2"), [("POST", "/update_weight_version", {"new_version": "w2"})]),
             ask("POST", "/update_weight_version", {}),
         ],
     )
@@ -123,104 +147,99 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[dict[str,
     yield "loads", [ask("GET", "/v1/loads"), ask("GET", "/get_load")]
     yield "chat", [ask("POST", "/v1/chat/completions", CHAT), ask("POST", "/v1/chat/completions", {**CHAT, "stream": True})]
     yield "errors", [ask("GET", "/no_such_endpoint"), ask("POST", "/generate", {}), ask("GET", "/generate_nothing")]
+    yield "chat_more", [ask("POST", CHATS, {**CHAT, **changed}) for changed in CHATS_ASKED]
+    yield "chat_bad", [ask("POST", CHATS, body) for body in CHATS_REFUSED]
+    yield "chat_abort", server.beside(_running("cut-3", chat=True), [("POST", "/abort_request", {"rid": "cut-3"})])
+    yield "completions", [ask("POST", "/v1/completions", {**COMPLETION, **changed}) for changed in COMPLETIONS_ASKED]
+    yield "completions_bad", [ask("POST", "/v1/completions", body) for body in COMPLETIONS_REFUSED]
+    yield "generate_more", [ask("POST", "/generate", {**WHOLE, "rid": f"more-{i}", **changed}) for i, changed in enumerate(GENERATED)]
+    yield "pause_modes", [one for mode in ("abort", "retract", "in_place") for one in _paused(server, mode)]
+    yield (
+        "pause_odd",
+        [
+            ask("POST", "/continue_generation", {}),
+            ask("POST", "/pause_generation", {"mode": "sleep"}),
+            ask("POST", "/pause_generation", {"mode": "abort"}),
+            ask("POST", "/pause_generation", {"mode": "in_place"}),
+            ask("POST", "/continue_generation", {"torch_empty_cache": False}),
+            ask("POST", "/pause_generation", {}),
+            ask("POST", "/continue_generation", {"torch_empty_cache": False}),
+        ],
+    )
+    yield (
+        "update_in_place",
+        server.beside(_running("held-3"), [("POST", "/pause_generation", {"mode": "in_place"}), ("POST", DISK, _kept(other)), resume]),
+    )
+    yield (
+        "weights_more",
+        [
+            ask("POST", DISK, {}),
+            ask("POST", "/update_weights_from_tensor", {}),
+            ask("POST", "/update_weights_from_distributed", {}),
+            ask("POST", "/init_weights_update_group", {}),
+            ask("POST", "/begin_weight_update", {}),
+            ask("POST", "/end_weight_update", {}),
+            ask("POST", "/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 3}),
+            ask("POST", "/get_weights_by_name", {"name": "nothing"}),
+        ],
+    )
+    yield (
+        "info",
+        [
+            ask("GET", path)
+            for path in ("/get_model_info", "/model_info", "/get_server_info", "/server_info", "/v1/models", "/v1/models/nobody", "/ping")
+        ],
+    )
+    yield (
+        "bodies",
+        [
+            server.send("POST", "/generate", "{"),
+            server.send("POST", "/generate", "[1]"),
+            server.send("POST", CHATS, "{"),
+            server.send("POST", CHATS, "{}", kind="text/plain"),
+            ask("GET", "/generate"),
+            ask("GET", CHATS),
+            ask("POST", "/abort_request", {}),
+            ask("POST", "/abort_request", {"abort_all": True}),
+        ],
+    )
+    # last: what kills a server is a recording, too
+    yield "out_of_vocabulary", [ask("POST", "/generate", {**WHOLE, "rid": "beyond", "input_ids": [5, 1 << 20]}), ask("GET", "/health")]
 
 
-def _beside(server: Server, rid: str, orders: list[tuple[str, str, Any]]) -> list[dict[str, Any]]:
-    """Orders given while a long call runs, and how that call then ended."""
-    ended: list[dict[str, Any]] = []
-    call = threading.Thread(target=lambda: ended.append(server.ask("POST", "/generate", {**WHOLE, "rid": rid, "sampling_params": LONG})))
-    call.start()
-    time.sleep(0.5)
-    given = []
-    for method, path, body in orders:
-        given.append(server.ask(method, path, body))
-        time.sleep(0.3)
-    call.join()
-    return [*given, *ended]
+def _paused(server: Server, mode: str) -> list[Exchange]:
+    """A pause of a mode with a call in flight: a flush meanwhile, and the end of the pause."""
+    orders: list[Order] = [
+        ("POST", "/pause_generation", {"mode": mode}),
+        ("POST", "/flush_cache", None),
+        ("POST", "/continue_generation", {"torch_empty_cache": False}),
+    ]
+    return server.beside(_running(f"held-{mode}"), orders)
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _tokenizer(folder: Path) -> None:
-    """Give the checkpoint a tokenizer of one word per token, so that chats can be had."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    pad, begin, end = "<pad>", "<bos>", "<eos>"
-    words = {pad: 0, begin: 1, end: 2, **{f"w{token}": token for token in range(3, 512)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=pad))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=begin, eos_token=end)
-    fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    fast.save_pretrained(folder)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _kept(other: Path) -> dict[str, Any]:
+    return {"model_path": str(other), "weight_version": "w4", "flush_cache": False, "abort_all_requests": False}
 
 
 def main() -> None:
     """Start the server, ask, write, end it."""
-    from rollproof.fakes.tiny_models import make_pair
-
-    with tempfile.TemporaryDirectory(prefix="rollproof-record-") as name:
-        first, second = make_pair(Path(name) / "models", "qwen3_moe")
-        for folder in (first, second):
-            _tokenizer(folder)
-        port = _free_port()
-        arguments = [
-            "--model-path",
-            str(first),
-            "--port",
-            str(port),
-            "--dtype",
-            "float32",
-            "--context-length",
-            "512",
-            "--weight-version",
-            "w0",
-        ]
-        arguments += ["--max-total-tokens", "4096", "--enable-return-routed-experts", "--log-level", "warning"]
-        log = (Path(name) / "log").open("wb")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollproof.engines.sglang_server", *arguments],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, "TMPDIR": name},
-        )
-        try:
-            server = _ready(Server(port), process, Path(name) / "log")
-            FOLDER.mkdir(exist_ok=True)
-            for kind, recorded in exchanges(server, second):
-                text = json.dumps({"server": f"sglang {metadata.version('sglang')}", "exchanges": recorded}, indent=1)
-                (FOLDER / f"sglang_{kind}.json").write_text(text.replace(name, "MODELS") + "\n", encoding="utf-8")
-                print(kind, [one["response"]["status"] for one in recorded])  # noqa: T201 - what was recorded
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    record("sglang", f"sglang {metadata.version('sglang')}", _command, exchanges, {})
 
 
-def _ready(server: Server, process: subprocess.Popen[bytes], log: Path) -> Server:
-    end = time.monotonic() + 600
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            sys.exit(f"The server ended with {process.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
-        try:
-            if server.ask("GET", "/health")["response"]["status"] == 200:
-                return server
-        except OSError:
-            pass
-        time.sleep(1)
-    sys.exit(f"The server was not ready within 10 minutes:\n{log.read_text(errors='replace')[-3000:]}")
+def _command(model: Path, port: int) -> list[str]:
+    numbers = {"--port": port, "--context-length": 512, "--max-total-tokens": 4096}
+    return [
+        *("-m", "rollproof.engines.sglang_server", "--model-path", str(model), "--dtype", "float32", "--weight-version", "w0"),
+        *(word for name, number in numbers.items() for word in (name, str(number))),
+        *("--enable-return-routed-experts", "--log-level", "warning"),
+    ]
+
+
+def _running(rid: str, *, chat: bool = False) -> Order:
+    """A long call, to do something beside."""
+    if chat:
+        return "POST", CHATS, {**CHAT, "rid": rid, "max_tokens": 200, "ignore_eos": True}
+    return "POST", "/generate", {**WHOLE, "rid": rid, "sampling_params": LONG}
 
 
 if __name__ == "__main__":

@@ -49,13 +49,14 @@ class Server:
         media = (response.getheader("content-type") or "").partition(";")[0]
         received: Any = answer
         if media == "text/event-stream":
-            received = [_parsed(line.removeprefix("data: ")) for line in answer.splitlines() if line.startswith("data: ")]
+            received = ends([_parsed(line.removeprefix("data: ")) for line in answer.splitlines() if line.startswith("data: ")])
         elif media == "application/json":
             received = _parsed(answer)
+        shown = [shortened(event) for event in received] if media == "text/event-stream" else shortened(received)
         connection.close()
         return {
             "request": {"method": method, "path": path, **sent},
-            "response": {"status": response.status, "content_type": media, "body": shortened(received)},
+            "response": {"status": response.status, "content_type": media, "body": shown},
         }
 
     def beside(self, call: Order, orders: Sequence[Order], pause: float = 0.5) -> list[Exchange]:
@@ -70,6 +71,11 @@ class Server:
             time.sleep(0.3)
         running.join()
         return [*given, *ended]
+
+
+def ends(events: list[Any]) -> list[Any]:
+    """The first events of a stream and the last ones, which are of other kinds: a finish reason, usage, the mark of the end."""
+    return events[:KEPT_ITEMS] + events[KEPT_ITEMS:][-KEPT_ITEMS:]
 
 
 def shortened(value: Any) -> Any:
