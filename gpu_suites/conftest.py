@@ -1,11 +1,33 @@
-"""Gating of the GPU suites: without a GPU every item is skipped with the reason, or fails where a GPU is required."""
+"""Gating of the GPU suites: what a test's markers ask for and this host lacks skips it, or fails it where a GPU is required."""
 
 from __future__ import annotations
 
 import pytest
 
+from rollproof.errors import UsageError
 from rollproof.gpu_suites.gate import GpuFindings, find_gpus
+from rollproof.gpu_suites.hardware import MemoryWatch
+from rollproof.gpu_suites.needs import MARKERS, needs_of, unmet
 from rollproof.plugin import STATE
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell pytest of the markers."""
+    for text in MARKERS.values():
+        config.addinivalue_line("markers", text)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip before any fixture: an engine that cannot run is not even started."""
+    try:
+        reason = unmet(needs_of(item.iter_markers()), find_gpus())
+    except UsageError as error:
+        pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
+    if reason is None:
+        return
+    if item.config.stash[STATE].settings.require_gpu:
+        pytest.fail(f"{reason}; a GPU was required (--rollproof-require-gpu)", pytrace=False)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
@@ -14,10 +36,11 @@ def rollproof_gpus() -> GpuFindings:
     return find_gpus()
 
 
-@pytest.fixture(autouse=True)
-def _gate(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> None:
-    if rollproof_gpus.reason is None:
-        return
-    if pytestconfig.stash[STATE].settings.require_gpu:
-        pytest.fail(f"{rollproof_gpus.reason}; a GPU was required (--rollproof-require-gpu)", pytrace=False)
-    pytest.skip(rollproof_gpus.reason)
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_given_back() -> object:
+    """After each suite the cards are as empty as before it: what an engine keeps, the next one lacks."""
+    watch = MemoryWatch()
+    yield
+    missing = watch.missing()
+    if missing:
+        pytest.fail(f"memory of this suite was {missing}: a process of it still runs, or holds the card", pytrace=False)
