@@ -69,8 +69,9 @@ class VllmHost(Host):
         return names
 
     async def do_label(self, label: str) -> None:
-        """``AsyncLLM.update_weight_version``."""
-        await self.engine.update_weight_version(label)
+        """``AsyncLLM.update_weight_version``; releases without it (up to 0.26 at least) show no labels."""
+        if hasattr(self.engine, "update_weight_version"):
+            await self.engine.update_weight_version(label)
 
     async def do_clear(self) -> bool:
         """``AsyncLLM.reset_prefix_cache``."""
@@ -125,8 +126,9 @@ class OfflineHost(Host):
         return names
 
     async def do_label(self, label: str) -> None:
-        """``LLMEngine.set_weight_version``."""
-        self.llm.llm_engine.set_weight_version(label)
+        """``LLMEngine.set_weight_version``, where the release has labels."""
+        if hasattr(self.llm.llm_engine, "set_weight_version"):
+            self.llm.llm_engine.set_weight_version(label)
 
     async def do_clear(self) -> bool:
         """``LLM.reset_prefix_cache``."""
@@ -202,7 +204,7 @@ def _told(output: Any) -> dict[str, Any]:
 def _plain(output: Any) -> dict[str, Any]:
     """One ``CompletionOutput``: what a caller of vLLM sees of it."""
     routes = output.routed_experts
-    spans = output.weight_versions
+    spans = getattr(output, "weight_versions", None)  # not in releases up to 0.26 at least
     return {
         "index": output.index,
         "token_ids": list(output.token_ids),
