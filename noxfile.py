@@ -56,6 +56,39 @@ def verify(session: nox.Session) -> None:
 
 
 @nox.session
+def upstream(session: nox.Session) -> None:
+    """Judge released stacks and hold the verdicts to the matrix: `nox -s upstream -- NAME[==VERSION] [--checkout DIR] [--write]`.
+
+    Without a version, every pinned release in turn. What fails or passes unexpectedly is an error. `--write` stores the results in
+    docs/stack_results, from which docs/stacks.md is made.
+    """
+    install(session)
+    arguments = list(session.posargs)
+    write = "--write" in arguments
+    if write:
+        arguments.remove("--write")
+    if not arguments or arguments[0].startswith("-"):
+        session.error("Name a stack: nox -s upstream -- NAME[==VERSION].")
+    name, _, version = arguments.pop(0).partition("==")
+    matrix = ROOT / "harness" / "stacks" / "verdicts" / f"{name}.toml"
+    if not matrix.is_file():
+        session.error(f"No matrix is kept for {name!r}; those of {sorted(path.stem for path in matrix.parent.glob('*.toml'))} are.")
+    asked = f"from rollproof.stacks import release_of as r; print(r({name!r}).distribution, r({name!r}).repository or '')"
+    distribution, *repository = str(session.run("python", "-c", asked, silent=True)).split()
+    session.install("-r", str(ROOT / "harness" / "stacks" / "requirements" / f"{name}.txt"))
+    pinned = tomllib.loads(matrix.read_text(encoding="utf-8"))["pinned"]
+    for wanted in [version] if version or repository else pinned:
+        if not repository:
+            session.install("--no-deps", "--ignore-requires-python", f"{distribution}=={wanted}")
+        spec = f"{name}=={wanted}" if wanted else name
+        report = Path(session.create_tmp()) / f"{name}.json"
+        done = ["rollproof", "verify", "--stack", spec, "--matrix", "--json", str(report), *arguments]
+        session.run(*done, success_codes=[0, 1] if write else [0])
+        if write:
+            session.run("python", str(ROOT / "docs" / "stacks_page.py"), str(report))
+
+
+@nox.session
 def cpu(session: nox.Session) -> None:
     """Run all tests that need no GPU, against the installed wheel."""
     install(session, "test")

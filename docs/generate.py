@@ -17,6 +17,7 @@ import typer
 from api_page import api_page
 from enum_texts import enum_texts
 from replay_page import replay_page
+from stacks_page import stacks_page
 from typer.main import get_command
 
 import rollproof.contract
@@ -130,6 +131,7 @@ PAGES = {
     "known-bugs.md": bugs_page,
     "options.md": options_page,
     "replay.md": replay_page,
+    "stacks.md": stacks_page,
 }
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rollproof.case import Case
@@ -81,11 +82,13 @@ def _reference_cases(factory: SubjectFactory, turn: int, profile: str, seed: int
         yield from cases_for(factory, profile=profile, seed=used, flavours=[flavour], thin=1 if whole else _THINNED)
 
 
-def stack_targets(spec: str, parts: Iterable[str] = ()) -> tuple[str, list[Target]]:
+def stack_targets(
+    spec: str, parts: Iterable[str] = (), *, checkout: str | Path | None = None, force: bool = False
+) -> tuple[str, list[Target]]:
     """The title and the parts of a released stack, ``NAME`` or ``NAME==VERSION``. Raises ``UsageError`` and ``StackError``."""
     from rollproof.stacks import load_stack
 
-    stack = load_stack(spec)
+    stack = load_stack(spec, checkout=checkout, force=force)
     named = tuple(parts)
     stray = sorted(set(named) - {*stack.parts, *stack.batches})
     if stray:
@@ -145,7 +148,8 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     if isinstance(recipe.get("stack"), str):
         version, part = recipe.get("version"), recipe.get("part")
         spec = recipe["stack"] + (f"=={version}" if version else "")
-        return stack_targets(spec, [part] if isinstance(part, str) else ())[1][0]
+        parts = [part] if isinstance(part, str) else ()
+        return stack_targets(spec, parts, checkout=recipe.get("checkout"), force=bool(recipe.get("force")))[1][0]
     for target in references():
         if target.name == recipe.get("reference"):
             return target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from rollproof.campaign import merge_reports
 from rollproof.checks import Registry, default_registry
 from rollproof.cli.jobs import Settings, judge_all, processors
+from rollproof.cli.known import Known
 from rollproof.cli.options import JsonTarget, Only, ProfileName, Seed, Verbose, WitnessDir
 from rollproof.cli.output import Meter, Output
 from rollproof.cli.targets import Target, engine_target, references, stack_targets, subject_target
@@ -28,6 +30,14 @@ def verify(
         str | None, typer.Option("--stack", metavar="NAME[==VERSION]", help="Judge a released framework that is installed here.")
     ] = None,
     part: Annotated[list[str] | None, typer.Option("--part", metavar="NAME", help="Only this part of the stack; may be repeated.")] = None,
+    checkout: Annotated[
+        Path | None, typer.Option("--checkout", metavar="DIR", help="Checkout of a --stack that no package index has, such as slime.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Judge a version of the --stack that the adapters were not tested with.")] = False,
+    matrix: Annotated[
+        bool,
+        typer.Option("--matrix", help="Expect the verdicts that rollproof knows of this release of the --stack."),
+    ] = False,
     subject: Annotated[str | None, typer.Option("--subject", metavar="MODULE:FACTORY", help="Judge a subject of your own.")] = None,
     replay: Annotated[
         str | None, typer.Option("--replay", metavar="MODULE:FACTORY", help="Judge a trainer with routing replay of your own.")
@@ -65,16 +75,20 @@ def verify(
     seed = profile_named(profile).seed_for(seed)
     registry = default_registry()
     listed = _listed(expected, accept=accept)
+    _of_a_stack({"--part": part, "--checkout": checkout, "--force": force, "--matrix": matrix}, stack)
     title, targets = (
-        _trainer(replay, stack, subject, engine) or _engine(engine, model, stack, subject, flavour) or _targets(stack, part, subject)
+        _trainer(replay, stack, subject, engine)
+        or _engine(engine, model, stack, subject, flavour)
+        or _targets(stack, part, subject, checkout=checkout, force=force)
     )
+    known = Known.of(targets) if matrix else None
     ids = registry.select(only).ids if only else _judging(registry, targets)
     settings = Settings(
         profile=profile,
         seed=seed,
         only=ids,
         flavours=tuple(flavour or ()),
-        expected={target.name: listed.reasons(target.name) for target in targets} if listed else {},
+        expected=known.reasons() if known else {target.name: listed.reasons(target.name) for target in targets} if listed else {},
         witness_dir=witness_dir,
     )
     try:
@@ -85,20 +99,23 @@ def verify(
             found = list(interrupt.reports)
             whole = found[0] if len(found) == 1 else merge_reports(title, found)
             _show(output, whole, found, verbose=verbose)
-            output.json(_json(whole, found))
+            output.json(_json(whole, found, targets))
         raise
     whole = reports[0] if len(reports) == 1 else merge_reports(title, reports)
     _show(output, whole, reports, verbose=verbose)
-    output.json(_json(whole, reports))
+    output.json(_json(whole, reports, targets))
     stale = _settle(output, listed, reports, accept=accept)
+    if known is not None:
+        news = known.deviations(reports, ids)
+        output.lines((Style.BAD, f"  {text}") for text in news)
+        return output.ended(ExitCode.FAIL if news else ExitCode.PASS)
     return output.ended(ExitCode.FAIL if stale else whole.exit_code)
 
 
 def _judging(registry: Registry, targets: list[Target]) -> tuple[str, ...]:
-    """The checks that a run without --only reports: all, unless every target is of one kind that has checks of its own."""
+    """The checks that a run without --only reports: those that judge a kind of subject that is among the targets."""
     kinds = {target.about for target in targets}
-    own = tuple(check.id for check in registry if check.about in kinds)
-    return own if kinds == {"replay"} else registry.ids
+    return tuple(check.id for check in registry if any(check.judges(kind) for kind in kinds))
 
 
 def _trainer(replay: str | None, stack: str | None, subject: str | None, engine: str | None) -> tuple[str, list[Target]] | None:
@@ -128,13 +145,20 @@ def _engine(
     return engine, [engine_target(engine, None if model is None else str(model))]
 
 
-def _targets(stack: str | None, parts: list[str] | None, subject: str | None) -> tuple[str, list[Target]]:
+def _of_a_stack(options: Mapping[str, object], stack: str | None) -> None:
+    """Refuse options of a stack where none is named."""
+    for option, value in options.items():
+        if value and stack is None:
+            raise UsageError(f"{option} says something about a stack: give --stack too.")
+
+
+def _targets(
+    stack: str | None, parts: list[str] | None, subject: str | None, *, checkout: Path | None, force: bool
+) -> tuple[str, list[Target]]:
     if stack is not None and subject is not None:
         raise UsageError("Give --stack or --subject, not both: one run judges one of them.")
-    if parts and stack is None:
-        raise UsageError("--part names a part of a stack: give --stack too.")
     if stack is not None:
-        return stack_targets(stack, parts or ())
+        return stack_targets(stack, parts or (), checkout=checkout, force=force)
     if subject is not None:
         target = subject_target(subject)
         return target.name, [target]
@@ -167,11 +191,10 @@ def _show(output: Output, whole: Report, reports: list[Report], *, verbose: bool
     output.lines(report_lines({**data, "checks": [check for check in data["checks"] if check["verdict"] == "unknown"]}))
 
 
-def _json(whole: Report, reports: list[Report]) -> dict[str, Any]:
-    data = whole.to_dict()
-    if len(reports) > 1:
-        data["reports"] = [report.to_dict() for report in reports]
-    return data
+def _json(whole: Report, reports: list[Report], targets: list[Target]) -> dict[str, Any]:
+    recipes = {target.name: dict(target.recipe) for target in targets}
+    each = [{**report.to_dict(), "recipe": recipes.get(report.subject, {})} for report in reports]
+    return each[0] if len(each) == 1 else {**whole.to_dict(), "reports": each}
 
 
 def _settle(output: Output, listed: ExpectedFailures | None, reports: list[Report], *, accept: bool) -> bool:

@@ -9,34 +9,32 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from importlib import metadata, resources
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rollproof.errors import StackError, UsageError
+from rollproof.stacks.releases import Found, Release, checked_out, installed_version, requirements_file
 from rollproof.subjects import SubjectFactory
 
-__all__ = ["STACKS", "Release", "Stack", "installed_version", "load_stack", "parse_spec", "requirements_file"]
+__all__ = [
+    "STACKS",
+    "Found",
+    "Release",
+    "Stack",
+    "attributes",
+    "installed_version",
+    "load_stack",
+    "missing_dependency",
+    "parse_spec",
+    "release_of",
+    "requirements_file",
+]
 
-STACKS: Mapping[str, str] = {"verl": "rollproof.stacks.verl"}
-"""Name of each stack, and the module with its ``load(version) -> Stack`` and ``RELEASE``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Release:
-    """What must be installed for a stack: its distribution, the versions that the adapters know, and its pinned dependencies."""
-
-    distribution: str
-    versions: tuple[str, ...]
-    requirements: str
-
-    def install(self, version: str | None = None) -> str:
-        """The commands that install ``version`` (default: the newest known) beside rollproof."""
-        wanted = version if version in self.versions else self.versions[-1]
-        return (
-            f"python -m pip install -r {requirements_file(self.requirements)} && "
-            f"python -m pip install --no-deps {self.distribution}=={wanted}"
-        )
+STACKS: Mapping[str, str] = {
+    "verl": "rollproof.stacks.verl",
+}
+"""Name of each stack, and the module with its ``RELEASE`` and ``load(found) -> Stack``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,18 +43,22 @@ class Stack:
 
     ``parts`` maps the name of each judged part to a factory of subjects. A factory may carry ``flavours`` (the engine
     flavours that the part speaks) and ``cases(profile, seed)`` (schedules that fit it better than the profile's own).
-    ``batches`` maps the name of each conversion into training batches to a factory of batch subjects.
+    ``batches`` maps the name of each conversion into training batches to a factory of batch subjects. ``found`` says which
+    version on which terms; ``load_stack`` fills it in.
     """
 
     name: str
     version: str
     parts: Mapping[str, SubjectFactory]
     batches: Mapping[str, SubjectFactory] = field(default_factory=dict)
+    found: Found | None = None
 
     @property
     def title(self) -> str:
-        """``verl 0.9.1``."""
-        return f"{self.name} {self.version}"
+        """``verl 0.9.1``; a version that nobody tested is told as such."""
+        if self.found is None or self.found.tested:
+            return f"{self.name} {self.version}"
+        return f"{self.name} {self.version} (untested, driven as {self.found.line})"
 
     def subjects(self, only: Iterable[str] = ()) -> Mapping[str, SubjectFactory]:
         """The parts, or those named in ``only``. Raises ``UsageError`` for a part that the stack does not have."""
@@ -68,40 +70,77 @@ class Stack:
 
     def recipe(self, part: str) -> dict[str, str]:
         """What a trace's header says so that ``rollproof replay`` can make the subject again."""
-        return {"stack": self.name, "version": self.version, "part": part}
+        made = {"stack": self.name, "version": self.version, "part": part}
+        if self.found is not None and self.found.checkout is not None:
+            made["checkout"] = str(self.found.checkout)
+        if self.found is not None and not self.found.tested:
+            made["force"] = "yes"
+        return made
 
 
 _MOVES = "A framework's classes move from release to release: another version needs a line in its table of versions."
+_FORCE = "With --force it is driven as the newest known one, and whatever fails then may be the adapter's fault."
 
 
-def load_stack(spec: str) -> Stack:
-    """Load ``verl`` or ``verl==0.9.1``; the version, where given, must be the installed one.
+def load_stack(spec: str, *, checkout: str | Path | None = None, force: bool = False) -> Stack:
+    """Load ``verl`` or ``verl==0.9.1``; the version, where given, must be the one that is there.
 
-    Raises ``UsageError`` for a stack that does not exist or a malformed spec, ``StackError`` where the package is missing, of
-    another version than asked for, or of one that the adapters do not know; the text has the command to run.
+    ``checkout`` is the folder of a stack that no package index has; its versions are commits. ``force`` drives a version that the
+    adapters do not know as the newest that they know. Raises ``UsageError`` for a stack that does not exist or a malformed
+    spec, ``StackError`` where it is missing, of another version than asked for, or of one that is not known; the text has the
+    command to run.
     """
     name, wanted = parse_spec(spec)
     module = importlib.import_module(STACKS[name])
     release: Release = module.RELEASE
-    found = installed_version(release.distribution)
-    if wanted is not None and wanted not in release.versions:
-        raise StackError(f"The adapters of {name} do not know version {wanted}: they know {', '.join(release.versions)}. {_MOVES}")
-    if found is None:
-        raise StackError(f"{name} is not installed here, so it cannot be judged. Run:\n  {release.install(wanted)}")
-    if wanted is not None and wanted != found:
-        raise StackError(f"{name}=={wanted} was asked for, but {found} is installed. Run:\n  {release.install(wanted)}")
-    if found not in release.versions:
+    if wanted is not None and wanted not in release.versions and not force:
+        raise StackError(f"The adapters of {name} do not know version {wanted}: they know {', '.join(release.versions)}. {_MOVES} {_FORCE}")
+    version, folder = _look(name, release, wanted, checkout)
+    if wanted is not None and wanted != version:
+        raise StackError(f"{name}=={wanted} was asked for, but {version} is {_there(release)}. Run:\n  {release.install(wanted)}")
+    if version not in release.versions and not force:
         raise StackError(
-            f"{name} {found} is installed, and the adapters know only {', '.join(release.versions)}. {_MOVES} Run:\n  {release.install()}"
+            f"{name} {version} is {_there(release)}, and the adapters know only {', '.join(release.versions)}. {_MOVES} {_FORCE} "
+            f"Run:\n  {release.install()}"
         )
+    found = Found(version=version, line=version if version in release.versions else release.versions[-1], checkout=folder)
     stack: Stack = module.load(found)
-    return stack
+    return replace(stack, found=found)
+
+
+def release_of(name: str) -> Release:
+    """What must be there for the stack ``name``, without importing it. Raises ``UsageError`` for a name that is no stack's."""
+    known, _ = parse_spec(name)
+    release: Release = importlib.import_module(STACKS[known]).RELEASE
+    return release
+
+
+def _look(name: str, release: Release, wanted: str | None, checkout: str | Path | None) -> tuple[str, Path | None]:
+    """The version that is there, and the folder of its checkout."""
+    if release.repository is None:
+        if checkout is not None:
+            raise UsageError(f"{name} is a released package: install it instead of giving --checkout. Run:\n  {release.install(wanted)}")
+        found = installed_version(release.distribution)
+        if found is None:
+            raise StackError(f"{name} is not installed here, so it cannot be judged. Run:\n  {release.install(wanted)}")
+        return found, None
+    if checkout is None:
+        raise StackError(
+            f"{name} is on no package index: it is judged from a checkout, `--stack {name} --checkout DIR`. "
+            f"Run:\n  {release.install(wanted)}"
+        )
+    folder = Path(checkout).expanduser()
+    return checked_out(folder, release, name), folder.resolve()
+
+
+def _there(release: Release) -> str:
+    return "installed" if release.repository is None else "checked out"
 
 
 def parse_spec(spec: str) -> tuple[str, str | None]:
     """``"verl==0.9.1"`` -> ``("verl", "0.9.1")``. Raises ``UsageError`` for an unknown name or any other operator."""
     name, operator, version = (part.strip() for part in spec.partition("=="))
-    if not name.isidentifier() or (operator and not version) or any(char in version for char in "<>=!~, "):
+    if not name.replace("-", "_").isidentifier() or (operator and not version) or any(char in version for char in "<>=!~, "):
         raise UsageError(f"{spec!r} names no stack: write NAME or NAME==VERSION, with NAME among {sorted(STACKS)}.")
     if name not in STACKS:
         near = difflib.get_close_matches(name, STACKS, n=1, cutoff=0.5)
@@ -112,23 +151,10 @@ def parse_spec(spec: str) -> tuple[str, str | None]:
     return name, version or None
 
 
-def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution (the one that an import would find first), without importing it."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def requirements_file(name: str) -> str:
-    """Path of a pinned list of dependencies that is shipped with rollproof."""
-    return str(resources.files("rollproof.stacks") / "requirements" / name)
-
-
 def missing_dependency(name: str, version: str, error: ImportError, release: Release) -> StackError:
-    """The error for a framework that is installed while something that it imports is not."""
+    """The error for a framework that is there while something that it imports is not."""
     gap = f"the package {error.name!r} that it needs is missing" if getattr(error, "name", None) else f"importing it fails: {error}"
-    return StackError(f"{name} {version} is installed, but {gap}. Run:\n  {release.install(version)}")
+    return StackError(f"{name} {version} is {_there(release)}, but {gap}. Run:\n  {release.install(version)}")
 
 
 def attributes(module: str, *names: str) -> tuple[Any, ...]:

@@ -61,7 +61,7 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
         (["verify", "--subject", "tests.support.subjects:Unfinished"], "without ['update_weights', 'to_record', 'stop']"),
         (["verify", "--stack", "nosuch"], "No stack is named 'nosuch'."),
         (["verify", "--stack", "verl", "--subject", "a:b"], "Give --stack or --subject, not both"),
-        (["verify", "--part", "client"], "--part names a part of a stack: give --stack too."),
+        (["verify", "--part", "client"], "--part says something about a stack: give --stack too."),
         (["verify", "--flavour", "nosuch"], "No engine flavour is named ['nosuch']"),
         (["verify", "--seed", "x"], "unable to parse string as an integer. See `rollproof verify --help`."),
         ([], "rollproof: error: Name a command. See `rollproof --help`."),

@@ -6,7 +6,8 @@ import pytest
 
 from rollproof import stacks
 from rollproof.errors import StackError, UsageError
-from rollproof.stacks import STACKS, Release, Stack, load_stack, parse_spec, requirements_file
+from rollproof.stacks import STACKS, Found, Release, Stack, load_stack, parse_spec, release_of, requirements_file
+from rollproof.stacks.releases import checked_out
 from rollproof.stacks.verl.versions import RELEASE, VERSIONS, import_verl
 
 
@@ -19,13 +20,15 @@ def test_a_spec_is_a_name_or_a_name_and_a_version() -> None:
 @pytest.mark.parametrize("spec", ["", "==0.9.1", "verl==", "verl>=0.9", "verl==0.9,<1", "verl 0.9.1"])
 def test_any_other_spec_is_refused(spec: str) -> None:
     """Operators other than ``==``, and halves that are missing, are refused with the form that is understood."""
-    with pytest.raises(UsageError, match=r"write NAME or NAME==VERSION, with NAME among \['verl'\]"):
+    with pytest.raises(UsageError, match=r"write NAME or NAME==VERSION, with NAME among \[.*'verl'.*\]"):
         parse_spec(spec)
 
 
 def test_an_unknown_stack_is_refused_with_the_ones_that_exist() -> None:
     """A name that is no stack's is answered with the nearest one, all of them, and the way to judge code of one's own."""
-    with pytest.raises(UsageError, match=r"No stack is named 'verll'. Did you mean 'verl'\? Stacks: \['verl'\].*--subject module:factory"):
+    with pytest.raises(
+        UsageError, match=r"No stack is named 'verll'. Did you mean 'verl'\? Stacks: \[.*'verl'.*\].*--subject module:factory"
+    ):
         load_stack("verll")
 
 
@@ -60,13 +63,52 @@ def test_a_missing_dependency_names_the_package() -> None:
     assert "verl 0.9.1 is installed, but the package 'orjson' that it needs is missing. Run:\n" in str(error)
 
 
-def test_every_stack_pins_its_dependencies() -> None:
+@pytest.mark.parametrize("name", list(STACKS))
+def test_every_stack_pins_its_dependencies(name: str) -> None:
     """The shipped list exists, pins every line, and leaves the framework itself to the second command."""
-    lines = [line for line in Path(requirements_file(RELEASE.requirements)).read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+    release = release_of(name)
+    text = Path(requirements_file(release.requirements)).read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line and line[0] != "#"]
     assert [] == [line for line in lines if "==" not in line]
-    assert "orjson" in [line.partition("==")[0] for line in lines]
-    assert not [line for line in lines if line.startswith("verl")]
-    assert set(STACKS) == {Path(requirements_file(f"{name}.txt")).stem for name in STACKS}
+    assert not [line for line in lines if line.startswith(f"{release.distribution}==")]
+    assert f"{name}.txt" == release.requirements
+
+
+def test_an_untested_version_is_driven_as_the_newest_one_where_that_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--force``: the reports say so, and a counterexample is replayed with it."""
+    monkeypatch.setattr(stacks, "installed_version", lambda name: "0.10.0")
+    given: list[Found] = []
+    monkeypatch.setattr("rollproof.stacks.verl.load", lambda found: given.append(found) or Stack(name="verl", version="0.10.0", parts={}))
+    stack = load_stack("verl", force=True)
+    assert [Found(version="0.10.0", line="0.9.1")] == given
+    assert "verl 0.10.0 (untested, driven as 0.9.1)" == stack.title
+    assert {"stack": "verl", "version": "0.10.0", "part": "client", "force": "yes"} == stack.recipe("client")
+    with pytest.raises(StackError, match=r"know only .*With --force it is driven as the newest known one"):
+        load_stack("verl")
+
+
+SOURCE = Release(
+    distribution="slime", versions=("abc123",), requirements="slime.txt", repository="https://x/slime", package="slime/__init__.py"
+)
+
+
+def test_a_checkout_is_one_of_the_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is missing, or that holds something else, is refused; an archive without git's data has no version."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(StackError, match=r"there is no such folder\. slime is judged from a checkout of https://x/slime"):
+        checked_out(tmp_path / "nosuch", SOURCE, "slime")
+    with pytest.raises(StackError, match=r"is no checkout of slime: it has no slime/__init__\.py"):
+        checked_out(tmp_path, SOURCE, "slime")
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime" / "__init__.py").touch()
+    assert "unversioned" == checked_out(tmp_path, SOURCE, "slime")
+    assert "git clone https://x/slime slime && git -C slime checkout abc123" in SOURCE.install()
+
+
+def test_a_released_package_is_not_judged_from_a_checkout(tmp_path: Path) -> None:
+    """One way to have a stack: the other is refused with the commands that install it."""
+    with pytest.raises(UsageError, match=r"verl is a released package: install it instead of giving --checkout.*\n.*verl==0\.9\.1"):
+        load_stack("verl", checkout=tmp_path)
 
 
 def test_the_table_of_versions_is_the_release() -> None:

@@ -92,9 +92,12 @@ class Verl:
     checkpoint: Any
 
 
-def import_verl(version: str) -> Verl:
-    """Import what the adapters drive (10 to 25 s). Raises ``StackError`` for an unknown version or a missing dependency."""
-    facts = VERSIONS.get(version)
+def import_verl(version: str, line: str | None = None) -> Verl:
+    """Import what the adapters drive (10 to 25 s), by ``line`` of the table (default: its own).
+
+    Raises ``StackError`` for an unknown version or a missing dependency.
+    """
+    facts = VERSIONS.get(line or version)
     if facts is None:
         raise StackError(f"verl {version} is not in the table of known releases ({', '.join(VERSIONS)}). Run:\n  {RELEASE.install()}")
     # said once per agent loop, and as it is meant: texts made of ids need no model's template

@@ -1,0 +1,51 @@
+"""Known: what rollproof's own matrix expects of a released stack, compared with what a run found."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from rollproof.cli.targets import Target
+from rollproof.errors import UsageError
+from rollproof.expected import Outcome
+from rollproof.report import Report
+from rollproof.stacks.matrix import Matrix
+
+__all__ = ["Known"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """The matrix of one release; ``parts`` maps names of targets to the parts of the stack."""
+
+    matrix: Matrix
+    version: str
+    parts: Mapping[str, str]
+
+    @classmethod
+    def of(cls, targets: Iterable[Target]) -> Self:
+        """Of the parts of one stack. Raises ``UsageError`` where its version is not pinned."""
+        recipes = {target.name: target.recipe for target in targets}
+        first = next(iter(recipes.values()))
+        matrix, version = Matrix.read(first["stack"]), str(first["version"])
+        if version not in matrix.pinned:
+            raise UsageError(
+                f"--matrix has no verdicts of {matrix.stack} {version}: pinned are {', '.join(matrix.pinned)}. Judge it without --matrix."
+            )
+        return cls(matrix=matrix, version=version, parts={name: str(recipe["part"]) for name, recipe in recipes.items()})
+
+    def reasons(self) -> dict[str, dict[str, str]]:
+        """By target: the checks that are known to fail, with the reason."""
+        return {name: self.matrix.known(self.version, part) for name, part in self.parts.items()}
+
+    def deviations(self, reports: Iterable[Report], judged: Collection[str]) -> list[str]:
+        """What the reports say otherwise, of the checks that were ``judged``."""
+        said = []
+        for report in reports:
+            outcome, part = Outcome.of_report(report.to_dict()), self.parts[report.subject]
+            said += self.matrix.deviations(self.version, part, outcome.verdicts, judged)
+            canary = report.canary
+            if canary is not None and canary.planted is not None and not canary.red:
+                said.append(f"{report.subject}: the canary stayed green ({canary.planted}): its other verdicts cannot be trusted.")
+        return said

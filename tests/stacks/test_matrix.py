@@ -1,0 +1,110 @@
+"""The matrix of known verdicts: what it accepts, and what it calls a deviation."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rollproof.errors import ExpectationError, UsageError
+from rollproof.stacks import STACKS, release_of
+from rollproof.stacks.matrix import Matrix
+
+ROOT = Path(__file__).parents[2]
+TEXT = """
+pinned = ["1.0", "2.0"]
+
+[[entry]]
+name = "rows are doubled"
+kind = "fault"
+versions = ["1.0"]
+where = "x.py:3"
+script = "x.py"
+upstream = "x#1"
+fails."routes.rows" = ["client"]
+may_fail."routes.position" = ["client"]
+
+[[entry]]
+name = "nobody looks"
+kind = "open"
+versions = ["1.0", "2.0"]
+unknown."routes.presence" = ["client"]
+"""
+
+
+def test_a_known_check_is_told_with_its_reason() -> None:
+    """``fails`` and ``may_fail`` of a part of a release; not those of another part or release."""
+    matrix = Matrix.parse("x", TEXT)
+    told = "rows are doubled (fault, x#1)"
+    assert {"routes.rows": told, "routes.position": told} == matrix.known("1.0", "client")
+    assert {} == matrix.known("1.0", "batch") == matrix.known("2.0", "client")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        ({"routes.rows": "expected fail"}, []),
+        ({"routes.rows": "fail", "routes.position": "expected fail"}, []),
+        ({"routes.rows": "fail", "routes.position": "pass"}, []),
+        ({"routes.rows": "fail", "routes.presence": "unknown", "stitch.tokens": "not applicable"}, []),
+        ({"routes.rows": "pass"}, ["routes.rows is listed as failing (rows are doubled (fault, x#1)), but its verdict is pass."]),
+        ({"routes.rows": "not applicable"}, ["but its verdict is not applicable."]),
+        ({}, ["routes.rows is listed as failing, but was not judged."]),
+        ({"routes.rows": "fail", "stitch.tokens": "fail"}, ["stitch.tokens fails, and no entry of the matrix says why"]),
+        ({"routes.rows": "fail", "stitch.tokens": "unknown"}, ["stitch.tokens is unknown, and no entry of the matrix says why"]),
+    ],
+)
+def test_whatever_the_matrix_does_not_say_is_a_deviation(verdicts: dict[str, str], said: list[str]) -> None:
+    """Unexpected failures, passes and unknowns are told, one sentence each; what may fail may pass."""
+    found = Matrix.parse("x", TEXT).deviations("1.0", "client", verdicts)
+    assert len(said) == len(found)
+    assert all(text in sentence for text, sentence in zip(said, found, strict=True))
+
+
+def test_checks_that_were_not_asked_for_are_no_deviation() -> None:
+    """A run with --only is held to what it judged."""
+    assert [] == Matrix.parse("x", TEXT).deviations("1.0", "client", {"stitch.tokens": "pass"}, ["stitch.tokens"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('pinned = ["1.0", "2.0"]', "", "pinned must list at least one release"),
+        ('kind = "fault"', 'kind = "bug"', "rows are doubled: kind must be one of fault, choice, open"),
+        ('versions = ["1.0"]', 'versions = ["3.0"]', "rows are doubled: version 3.0 is not pinned"),
+        ("routes.rows", "routes.rowz", "rows are doubled: no check is named routes.rowz"),
+        ('script = "x.py"', "", "rows are doubled: a fault or a choice is shown by a script of docs/track_record"),
+        ('upstream = "x#1"', "upstrem = 1", "rows are doubled: unknown key 'upstrem'"),
+        ('unknown."routes.presence" = ["client"]', "", "nobody looks: no check is named under fails, may_fail, unknown"),
+        ("[[entry]]", "[[entry", "is not TOML"),
+    ],
+)
+def test_a_malformed_matrix_is_refused_with_every_problem(old: str, new: str, problem: str) -> None:
+    """Typing errors do not excuse anything in silence."""
+    with pytest.raises(ExpectationError, match=re.escape(problem)):
+        Matrix.parse("x", TEXT.replace(old, new, 1))
+
+
+def test_a_stack_without_a_matrix_is_told() -> None:
+    """``--matrix`` needs one."""
+    with pytest.raises(UsageError, match="ships no matrix of known verdicts for nosuch"):
+        Matrix.read("nosuch")
+
+
+@pytest.mark.parametrize("stack", list(STACKS))
+def test_every_stack_has_a_matrix_of_releases_that_its_adapters_know(stack: str) -> None:
+    """Pinned releases are known ones, and each script that an entry names is there, and listed in the track record."""
+    matrix, record = Matrix.read(stack), (ROOT / "docs" / "track-record.md").read_text(encoding="utf-8")
+    assert set(matrix.pinned) <= set(release_of(stack).versions)
+    for script in {entry.script for entry in matrix.entries if entry.script}:
+        assert (ROOT / "docs" / "track_record" / script).is_file(), script
+        assert f"(track_record/{script})" in record
+
+
+def test_every_matrix_is_that_of_a_stack() -> None:
+    """No file is left over, and none is no TOML."""
+    files = sorted((ROOT / "harness" / "stacks" / "verdicts").glob("*.toml"))
+    assert sorted(STACKS) == [path.stem for path in files]
+    assert all(tomllib.loads(path.read_text(encoding="utf-8")) for path in files)
