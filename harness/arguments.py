@@ -30,17 +30,33 @@ def as_names(value: Any, argument: str) -> tuple[str, ...]:
 
 
 def as_seed(value: Any) -> int | None:
-    """A seed, or ``None``: what the profile says. Raises ``UsageError`` for anything but a whole number >= 0."""
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+    """A seed, or ``None``: what the profile says. Raises ``UsageError`` for anything but a whole number >= 0 below 2**63, which is what a trace can hold."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63):
         raise UsageError(
-            f"seed={show(value)} must be a whole number >= 0, such as 0 or 12345; a report names the seed that repeats its run."
+            f"seed={show(value)} must be a whole number >= 0, such as 0 or 12345, below 2**63; a report names the seed that repeats its run."
         )
     return None if value is None else int(value)
 
 
+def as_name(value: Any) -> str | None:
+    """What a run is called, or ``None``: as its subject is. Raises ``UsageError`` for what is no text."""
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"name must be text, not {show(value)}.")
+    return value or None
+
+
+def as_recipe(value: Any) -> Mapping[str, Any] | None:
+    """How a counterexample makes its subject again, or ``None``. Raises ``UsageError`` for what is no mapping."""
+    if value is not None and not isinstance(value, Mapping):
+        raise UsageError(f'recipe must be a mapping such as {{"subject": "module:Factory"}}, not {show(value)}.')
+    return value
+
+
 def as_cases(value: Any) -> list[Case]:
-    """Cases as a list. Raises ``UsageError`` for what holds anything else."""
+    """Cases as a list. Raises ``UsageError`` for an empty one, which would judge nothing, and for what holds anything else."""
     cases = _listed(value, "cases must be a list of Case")
+    if not cases:
+        raise UsageError("cases holds no case, so nothing would be judged: leave it out to run the profile's schedules.")
     for case in cases:
         if not isinstance(case, Case):
             raise UsageError(f"cases must hold rollproof.Case, not {show(case)}; Case.from_dict reads the JSON form.")

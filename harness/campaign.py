@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollproof.arguments import as_cases, as_checks, as_expected, as_names, as_path, as_seed, check_factory
+from rollproof.arguments import as_cases, as_checks, as_expected, as_name, as_names, as_path, as_recipe, as_seed, check_factory
 from rollproof.canary import try_canary
 from rollproof.case import Case
 from rollproof.checks import Check, CheckResult, Registry, Verdict, default_registry
@@ -83,16 +83,18 @@ def run_conformance(
         raise UsageError(f"progress must be a function of one Progress, not {show(progress)}.")
     campaign = Campaign(
         factory=factory,
-        name=name or _name(factory),
+        name=as_name(name) or _name(factory),
         profile=profile,
         registry=registry.select(chosen) if chosen else registry,
         expected=as_expected(expected, registry),
         witness_dir=folder,
-        recipe=recipe,
+        recipe=as_recipe(recipe),
     )
     if folder is not None:
         check_folder(folder)
     named = None if flavours is None else as_names(flavours, "flavours")
+    if named == ():
+        raise UsageError("flavours names no engine flavour, so nothing would be judged: leave it out for all that fit the contract.")
     todo = as_cases(cases) if cases is not None else list(cases_for(factory, profile=profile, seed=used_seed, flavours=named))
     try:
         campaign.run_all(todo, progress)

@@ -16,6 +16,8 @@ __all__ = ["Line", "Style", "check_lines", "finding_lines", "report_lines", "sum
 
 _WIDTH = 118
 _NOT_EXERCISED = "not exercised"
+_NAMED = 6
+"""Checks of one line that are named there."""
 _WHERE = ("request", "call", "segment", "position", "index", "layer", "version", "server")
 
 
@@ -70,6 +72,9 @@ def report_lines(report: Mapping[str, Any], *, verbose: bool = False, findings: 
     for verdict in shown:
         checks = [check for check in report["checks"] if check["verdict"] == verdict]
         idle = [check for check in checks if verdict == "unknown" and gather and not verbose and check["reason"].startswith(_NOT_EXERCISED)]
+        if verdict == "not applicable":
+            yield from _ruled_out(checks)
+            continue
         for check in checks:
             if check not in idle:
                 yield from check_lines(check, findings=0 if verdict == "expected fail" and not verbose else findings)
@@ -80,6 +85,18 @@ def report_lines(report: Mapping[str, Any], *, verbose: bool = False, findings: 
     for note in report.get("notes", ()):
         yield Style.DOUBT, f"  note: {note}"
     yield _style_of(report), f"  {summary_text(report)}"
+
+
+def _ruled_out(checks: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+    """Checks that do not apply, those of one family that share a reason in one line."""
+    word, style = _VERDICTS["not applicable"]
+    families: dict[tuple[str, str], list[str]] = {}
+    for check in checks:
+        families.setdefault((check["id"].partition(".")[0], check["reason"]), []).append(check["id"])
+    for (family, reason), ids in families.items():
+        name = ids[0] if len(ids) == 1 else f"{_checks(len(ids))} of {family}"
+        named = f" ({', '.join(each.partition('.')[2] for each in ids)})" if 1 < len(ids) <= _NAMED else ""
+        yield style, _wrapped(f"  {word}  {name}{named}: {reason}", "      ")
 
 
 def summary_text(report: Mapping[str, Any]) -> str:

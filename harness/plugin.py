@@ -257,7 +257,10 @@ def rollproof_gap(request: pytest.FixtureRequest) -> Callable[..., GapReport]:
 
 @pytest.fixture
 def rollproof_record(request: pytest.FixtureRequest) -> Callable[..., Recording]:
-    """``rollproof.record`` whose verdicts also appear in the session's summary and report, under the test's own id."""
+    """``rollproof.record`` whose verdicts also appear in the session's summary and report, under the test's own id.
+
+    ``only`` is the session's ``--rollproof-only`` unless the test gives its own.
+    """
     from rollproof.recording import record
 
     state = request.config.stash[STATE]
@@ -266,7 +269,7 @@ def rollproof_record(request: pytest.FixtureRequest) -> Callable[..., Recording]
         def hand_over(report: Mapping[str, Any]) -> None:
             state.reports[f"{request.node.nodeid}#{len(state.reports)}"] = dict(report)
 
-        return record(contract, **{"name": request.node.nodeid, "on_report": hand_over, **options})
+        return record(contract, **{"name": request.node.nodeid, "on_report": hand_over, "only": _only(state, "rollouts"), **options})
 
     return start
 
@@ -284,12 +287,25 @@ def rollproof_replay(request: pytest.FixtureRequest, rollproof_profile: str, rol
 
     def judge(factory: Callable[[], Any], **options: Any) -> Report:
         asked = {"name": request.node.nodeid, "profile": rollproof_profile, "seed": rollproof_seed, **options}
+        asked.setdefault("only", _only(state, "replay"))
         report = judge_replay(factory, **asked)
         state.reports[f"{request.node.nodeid}#{len(state.reports)}"] = report.to_dict()
         raise_for_failures(report)
         return report
 
     return judge
+
+
+def _only(state: State, about: str) -> tuple[str, ...]:
+    """The checks that the session is limited to among those of one kind of subject; skips the test where it has none."""
+    if not state.settings.only:
+        return ()
+    from rollproof.checks import default_registry
+
+    ids = tuple(check.id for check in default_registry().select(state.settings.only) if check.judges(about))
+    if not ids:
+        pytest.skip(f"no check of {about} is among those that --rollproof-only names: {', '.join(state.settings.only)}")
+    return ids
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -31,6 +31,7 @@ from rollproof.soundness import sound_output, sound_request, sound_rollout
 from rollproof.store.values import show
 from rollproof.store.wire import misfit_of
 from rollproof.telling import told
+from rollproof.topics import ROLLOUTS
 from rollproof.trace import (
     Abort,
     Call,
@@ -122,7 +123,7 @@ class Recording:
             raise UsageError(f"record() takes text as `name`, not {type(name).__name__}.")
         registry = default_registry()
         chosen = as_names(only, "only")
-        self._registry = registry.select(chosen) if chosen else registry
+        self._registry = registry.select(chosen) if chosen else Registry([check for check in registry if check.judges(ROLLOUTS)])
         self._expected = as_expected(expected)
         self._header = Header(subject=name, contract=contract, engine=engine, profile="recorded")
         self._save = None if save is None else as_path(save, "save")

@@ -1,4 +1,4 @@
-"""Command line: ``rollproof verify | check | replay | gap | known-bugs | checks | doctor``."""
+"""Command line: ``rollproof verify | check | replay | gap | serve | known-bugs | checks | doctor``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line and exit: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error."""
+    """Run the command line and exit: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error, 130 interrupted."""
     from rollproof.cli.streams import open_streams
 
     open_streams()

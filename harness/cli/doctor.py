@@ -20,8 +20,8 @@ from rollproof.telling import told
 
 __all__ = ["doctor"]
 
-_REQUIRED = ("numpy", "pyarrow", "hypothesis", "pytest", "typer", "rich")
-_OPTIONAL = ("pytest-xdist", "torch", "ray", "vllm", "sglang", "megatron-core", "transformers", "nvidia-ml-py", *STACKS)
+_REQUIRED = ("numpy", "pyarrow", "scipy", "hypothesis", "pytest", "starlette", "uvicorn", "typer", "rich")
+_OPTIONAL = ("jinja2", "matplotlib", "pytest-xdist", "torch", "ray", "vllm", "sglang", "megatron-core", "transformers", "nvidia-ml-py", *STACKS)
 
 
 def doctor(json_target: JsonTarget = None) -> int:

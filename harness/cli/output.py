@@ -95,7 +95,7 @@ class Meter:
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._begun = time.monotonic()
-        self._said = self._begun
+        self._said = self._begun - _BETWEEN_LINES
         self._bar: RichProgress | None = None
 
     def __enter__(self) -> Self:

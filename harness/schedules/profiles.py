@@ -29,9 +29,9 @@ class Profile:
     seed: int | None = None
 
     def seed_for(self, given: int | None) -> int:
-        """``given``, else the seed of this profile, else a fresh one in 0 .. 2**31 - 1. Raises ``UsageError`` below 0."""
-        if given is not None and (isinstance(given, bool) or given < 0):
-            raise UsageError(f"seed={given!r} must be a whole number >= 0; a report names the seed that repeats its run.")
+        """``given``, else the seed of this profile, else a fresh one in 0 .. 2**31 - 1. Raises ``UsageError`` outside 0 .. 2**63 - 1."""
+        if given is not None and (isinstance(given, bool) or not 0 <= given < 2**63):
+            raise UsageError(f"seed={given!r} must be a whole number >= 0, below 2**63; a report names the seed that repeats its run.")
         if given is not None:
             return given
         return secrets.randbelow(2**31) if self.seed is None else self.seed

@@ -69,6 +69,17 @@ def test_verbose_lists_every_check() -> None:
     assert "  NOT APPLICABLE  stitch.masks: the contract declares no mask" in text
 
 
+def test_checks_of_a_family_that_share_a_reason_are_told_in_one_line() -> None:
+    """A family that the contract rules out whole is one line, which names its checks while they are few."""
+    ruled_out = [
+        {"id": id, "verdict": "not applicable", "reason": reason, "exercised": {}, "findings": []}
+        for id, reason in (*((f"routes.{n}", "no routes") for n in "abcdefgh"), ("stitch.x", "no masks"), ("stitch.y", "no masks"))
+    ]
+    lines = [text for _, text in report_lines(report(checks=ruled_out), verbose=True)]
+
+    assert ["  NOT APPLICABLE  8 checks of routes: no routes", "  NOT APPLICABLE  2 checks of stitch (x, y): no masks"] == lines[1:3]
+
+
 def test_a_green_canary_is_bad_news() -> None:
     """A planted fault that nobody saw is told as such, in the style of a failure."""
     canary = {"planted": "a row repeated", "expected_by": "routes.rows", "red": False, "reason": ""}

@@ -135,3 +135,14 @@ def test_a_faulty_recording_fails_its_test(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(failed=1)
     assert "FAIL  stitch.prompt" in str(result.stdout).partition("= rollproof =")[0]
     assert "FAIL  stitch.prompt: 1 finding" in summary(result)
+
+
+def test_a_recording_is_limited_to_the_checks_of_the_session(pytester: pytest.Pytester) -> None:
+    """--rollproof-only limits recordings like every other item; where it leaves none, the test is skipped and nothing passes."""
+    pytester.makepyfile(test_it=RECORDED.format(first=1))
+    limited = pytester.runpytest_inprocess("--rollproof-only=stitch.prompt")
+    others = pytester.runpytest_inprocess("--rollproof-only=replay", "-rs")
+
+    assert "1 check: 1 pass, 0 fail" in summary(limited)
+    others.assert_outcomes(skipped=1)
+    others.stdout.fnmatch_lines(["*no check of rollouts is among those that --rollproof-only names: replay"])
