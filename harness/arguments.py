@@ -30,10 +30,11 @@ def as_names(value: Any, argument: str) -> tuple[str, ...]:
 
 
 def as_seed(value: Any) -> int | None:
-    """A seed, or ``None``: what the profile says. Raises ``UsageError`` for anything but a whole number >= 0 below 2**63, which is what a trace can hold."""
+    """A seed, or ``None``: what the profile says. Raises ``UsageError`` for anything but a whole number >= 0 that a trace can hold."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63):
         raise UsageError(
-            f"seed={show(value)} must be a whole number >= 0, such as 0 or 12345, below 2**63; a report names the seed that repeats its run."
+            f"seed={show(value)} must be a whole number >= 0, such as 0 or 12345, below 2**63;"
+            " a report names the seed that repeats its run."
         )
     return None if value is None else int(value)
 

@@ -21,7 +21,19 @@ from rollproof.telling import told
 __all__ = ["doctor"]
 
 _REQUIRED = ("numpy", "pyarrow", "scipy", "hypothesis", "pytest", "starlette", "uvicorn", "typer", "rich")
-_OPTIONAL = ("jinja2", "matplotlib", "pytest-xdist", "torch", "ray", "vllm", "sglang", "megatron-core", "transformers", "nvidia-ml-py", *STACKS)
+_OPTIONAL = (
+    "jinja2",
+    "matplotlib",
+    "pytest-xdist",
+    "torch",
+    "ray",
+    "vllm",
+    "sglang",
+    "megatron-core",
+    "transformers",
+    "nvidia-ml-py",
+    *STACKS,
+)
 
 
 def doctor(json_target: JsonTarget = None) -> int:

@@ -72,8 +72,8 @@ def test_verbose_lists_every_check() -> None:
 def test_checks_of_a_family_that_share_a_reason_are_told_in_one_line() -> None:
     """A family that the contract rules out whole is one line, which names its checks while they are few."""
     ruled_out = [
-        {"id": id, "verdict": "not applicable", "reason": reason, "exercised": {}, "findings": []}
-        for id, reason in (*((f"routes.{n}", "no routes") for n in "abcdefgh"), ("stitch.x", "no masks"), ("stitch.y", "no masks"))
+        {"id": check_id, "verdict": "not applicable", "reason": reason, "exercised": {}, "findings": []}
+        for check_id, reason in (*((f"routes.{n}", "no routes") for n in "abcdefgh"), ("stitch.x", "no masks"), ("stitch.y", "no masks"))
     ]
     lines = [text for _, text in report_lines(report(checks=ruled_out), verbose=True)]
 
