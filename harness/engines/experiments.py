@@ -75,6 +75,16 @@ def experiments_for(contract: Contract) -> Iterator[Experiment]:
         setting=Setting.CROWDED,
     )
     yield Experiment(name="crowded-again", about="the same calls once more, with prefixes cached", run=_crowded, setting=Setting.CROWDED)
+    if set(terms.stream_modes) - {StreamMode.FINAL}:
+        yield Experiment(
+            name="streams-crowded", about="every way of streaming, of the setting's own", run=_streams, setting=Setting.CROWDED
+        )
+    yield Experiment(
+        name="update-crowded",
+        about="a weight update between calls, by the setting's own way of loading",
+        run=_updated_idle,
+        setting=Setting.CROWDED,
+    )
 
 
 def _abort_experiments(contract: Contract, terms: EngineTerms) -> Iterator[Experiment]:

@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from rollproof.contract import Contract
+from rollproof.contract import Contract, Logprobs
 from rollproof.engine_terms import PauseMode, StreamMode
 from rollproof.engines.asks import EngineSettings, Query, Watch, WeightUpdate
 from rollproof.engines.declaring import declared
 from rollproof.engines.process import EngineProcess
-from rollproof.engines.sglang_wire import output_of, piece_of
+from rollproof.engines.sglang_wire import joined, output_of, piece_of
 from rollproof.errors import EngineRefused, UsageError
+from rollproof.fakes.flavours import Flavour, flavour_named
 from rollproof.records import EngineOutput
 
-__all__ = ["MODES", "SglangEngine", "engine_options"]
+__all__ = ["MODES", "SglangEngine", "engine_options", "incremental"]
 
 MODES: Mapping[PauseMode, str] = MappingProxyType({PauseMode.ABORT: "abort", PauseMode.RETRACT: "retract", PauseMode.IN_PLACE: "in_place"})
 """SGLang's word for each pause that it has (``PauseGenerationReqInput.mode``)."""
 _HOST = "rollproof.engines.sglang_host"
-_RAW = {"raw": "1", "temperature-scaled": "0"}
+_RAW = {Logprobs.RAW: "1", Logprobs.TEMPERATURE_SCALED: "0"}
 """``SGLANG_RETURN_ORIGINAL_LOGPROB`` for a mode of logprobs."""
 _OURS = ("device", "python", "flavour", "load", "deadline")
 """Keys of ``EngineSettings.extra`` that are not SGLang's own."""
@@ -36,7 +38,8 @@ class SglangEngine:
 
     Of ``settings.extra``, ``device`` is ``"cpu"`` or ``"cuda"`` (by itself: CUDA where there is one), ``python`` an interpreter that has
     SGLang (by itself: this one), ``flavour`` the declared conventions, ``load`` the way of new weights (``"disk"`` or ``"tensors"``),
-    ``deadline`` the seconds that a start may take; every other key is an argument of ``sglang.Engine``.
+    ``deadline`` the seconds that a start may take; every other key is an argument of ``sglang.Engine``. With its
+    ``incremental_streaming_output`` a streamed reply comes in parts, without it each chunk repeats all that was before.
 
     Weights change while calls run only during a pause: SGLang lets an update wait for the calls in flight otherwise.
     """
@@ -46,7 +49,12 @@ class SglangEngine:
     def __init__(self, settings: EngineSettings, progress: Callable[[str], None] | None = None) -> None:
         extra = settings.extra
         self.settings = settings
-        self.contract = declared(str(extra.get("flavour", "sglang")), settings)
+        flavour = flavour_named(str(extra.get("flavour", "sglang")))
+        self.contract = declared(incremental(flavour) if extra.get("incremental_streaming_output") else flavour, settings)
+        if settings.logprobs_mode is not None:
+            if settings.logprobs_mode not in _RAW:
+                raise UsageError(f"SGLang has the logprobs {[str(mode) for mode in _RAW]}, not {settings.logprobs_mode!r}.")
+            self.contract = replace(self.contract, logprobs=Logprobs(settings.logprobs_mode))
         self._progress = progress
         self._process: EngineProcess | None = None
         self._retracted = 0
@@ -61,13 +69,11 @@ class SglangEngine:
         extra = self.settings.extra
         python = {"python": str(extra["python"])} if "python" in extra else {}
         mode = self.settings.logprobs_mode
-        if mode is not None and mode not in _RAW:
-            raise UsageError(f"SGLang has the logprobs {sorted(_RAW)}, not {mode!r}.")
         self._process = await EngineProcess.start(
             _HOST,
             options,
             name="sglang",
-            environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": _RAW[mode]} if mode else {},
+            environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": _RAW[Logprobs(mode)]} if mode else {},
             deadline=float(extra.get("deadline") or 300.0),
             progress=self._progress,
             **python,
@@ -93,15 +99,17 @@ class SglangEngine:
         }
         if query.routes_start is not None:
             arguments["routed_experts_start_len"] = query.routes_start
-        last: dict[int, Mapping[str, Any]] = {}
+        chunks: dict[int, list[Mapping[str, Any]]] = {}
         async for answer in self._running.stream("generate", deadline=None, **arguments):
             for chunk in answer if isinstance(answer, list) else [answer]:
-                last[chunk.get("index") or 0] = chunk
+                chunks.setdefault(chunk.get("index") or 0, []).append(chunk)
                 watch(piece_of(chunk, self.contract))
-        for chunk in last.values():
-            _refuse_error(chunk["meta_info"]["finish_reason"] or {})
-        self._retracted += sum(chunk["meta_info"].get("num_retractions") or 0 for chunk in last.values())
-        return [output_of(last[index], self.contract, query.routes_start or 0) for index in sorted(last)]
+        parts = query.stream is StreamMode.DELTA
+        replies = [joined(chunks[index]) if parts else chunks[index][-1] for index in sorted(chunks)]
+        for reply in replies:
+            _refuse_error(reply["meta_info"]["finish_reason"] or {})
+        self._retracted += sum(reply["meta_info"].get("num_retractions") or 0 for reply in replies)
+        return [output_of(reply, self.contract, query.routes_start or 0) for reply in replies]
 
     async def abort(self, handle: str) -> None:
         """SGLang aborts every call whose id begins with ``handle``."""
@@ -147,6 +155,11 @@ class SglangEngine:
         if self._process is None:
             raise UsageError("The engine is not started: await start() first.")
         return self._process
+
+
+def incremental(flavour: Flavour) -> Flavour:
+    """The conventions of an engine with ``incremental_streaming_output``."""
+    return replace(flavour, name=f"{flavour.name}-incremental", stream_modes=(StreamMode.FINAL, StreamMode.DELTA))
 
 
 def engine_options(settings: EngineSettings) -> dict[str, Any]:

@@ -27,8 +27,8 @@ class SglangHost(Host):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
-        device = _device(options.get("device"))
         _import_only(tuple(options.get("architectures", ())))
+        device = _device(options.get("device"))
         from sglang.srt.entrypoints.engine import Engine
         from sglang.srt.managers import io_struct
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from rollproof.engines.asks import Piece
 from rollproof.errors import SubjectError
 from rollproof.records import EngineOutput, FinishReason, IntArray, LogprobArray, Span
 
-__all__ = ["NATIVE_REASONS", "output_of", "piece_of", "routes_of"]
+__all__ = ["NATIVE_REASONS", "joined", "output_of", "piece_of", "routes_of"]
 
 NATIVE_REASONS: Mapping[str, FinishReason] = {
     "stop": FinishReason.STOP,
@@ -54,6 +54,19 @@ def output_of(reply: Mapping[str, Any], contract: Contract, routes_start: int = 
         native=native,
         message=str(reason.get("message") or ""),
     )
+
+
+def joined(chunks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The whole reply of a stream whose chunks hold what is new in each (``incremental_streaming_output``).
+
+    Tokens and their logprobs are cut into chunks (``_INCREMENTAL_STREAMING_META_INFO_KEYS`` of srt/managers/tokenizer_manager.py); the
+    rest is of the whole sequence, as the last chunk has it.
+    """
+    last = chunks[-1]
+    meta = dict(last["meta_info"])
+    if "output_token_logprobs" in meta:
+        meta["output_token_logprobs"] = [entry for chunk in chunks for entry in chunk["meta_info"].get("output_token_logprobs") or ()]
+    return {**last, "output_ids": [token for chunk in chunks for token in chunk["output_ids"]], "meta_info": meta}
 
 
 def routes_of(meta: Mapping[str, Any], contract: Contract) -> IntArray | None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import importlib.util
+import json
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rollproof.case import Model
-from rollproof.contract import Contract, KvPolicy
+from rollproof.contract import Contract, KvPolicy, Logprobs
+from rollproof.engine_terms import StreamMode
+from rollproof.engines.asks import EngineSettings
+from rollproof.engines.sglang import SglangEngine
 from rollproof.engines.sglang_cpu import VERSIONS, StandInError, install
-from rollproof.engines.sglang_wire import output_of, piece_of, routes_of
-from rollproof.errors import SubjectError
+from rollproof.engines.sglang_wire import joined, output_of, piece_of, routes_of
+from rollproof.errors import EngineStartError, SubjectError, UsageError
 from rollproof.fakes.flavours import engine_contract, flavour_named
 from rollproof.records import FinishReason, Span
 
@@ -106,6 +113,24 @@ def test_a_chunk() -> None:
     assert (5, True, 1) == ((last := piece_of({**reply(), "index": 1}, contract())).rows, last.finished, last.sample)
 
 
+def test_chunks_that_hold_what_is_new_make_the_whole_reply() -> None:
+    """Tokens and their logprobs of every chunk stand in order; routes and spans are the last chunk's."""
+    chunks = [
+        {**reply(finish_reason=None, routed_experts=None, output_token_logprobs=[[-0.5, 7, None]], completion_tokens=1), "output_ids": [7]},
+        {**reply(output_token_logprobs=[[-1.25, 9, None]]), "output_ids": [9]},
+    ]
+    output = output_of(joined(chunks), contract())
+    whole = output_of(reply(), contract())
+    assert (whole.token_ids, whole.spans) == (output.token_ids, output.spans)
+    assert output.logprobs is not None and output.routes is not None
+    assert [-0.5, -1.25] == output.logprobs.tolist()
+    assert (5, 3, 2) == output.routes.shape
+    late = {**reply(output_token_logprobs=[]), "output_ids": []}
+    assert (7, 9) == output_of(
+        joined([*[{**one, "output_ids": ids} for one, ids in zip(chunks, ([7], [9]), strict=True)], late]), contract()
+    ).token_ids
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -138,3 +163,33 @@ def test_the_stand_ins_without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(StandInError, match=r"SGLang's CPU engine knows the machines x86_64(.|\n)*this one is 'riscv64'"):
         install()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A folder whose config is that of a small mixture of experts."""
+    config = {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2, "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return tmp_path
+
+
+def test_options_of_the_adapter_are_declared(checkpoint: Path) -> None:
+    """Parts of a stream and unscaled logprobs are conventions of the contract; what does not exist is refused."""
+    plain = SglangEngine(EngineSettings(model=checkpoint)).contract
+    other = SglangEngine(EngineSettings(model=checkpoint, logprobs_mode="raw", extra={"incremental_streaming_output": True})).contract
+    assert plain.engine is not None and other.engine is not None
+    assert (Logprobs.TEMPERATURE_SCALED, (StreamMode.FINAL, StreamMode.CUMULATIVE)) == (plain.logprobs, plain.engine.stream_modes)
+    assert (Logprobs.RAW, (StreamMode.FINAL, StreamMode.DELTA)) == (other.logprobs, other.engine.stream_modes)
+    with pytest.raises(UsageError, match=r"SGLang has the logprobs \['raw', 'temperature-scaled'\], not 'processed'"):
+        SglangEngine(EngineSettings(model=checkpoint, logprobs_mode="processed"))
+    with pytest.raises(UsageError, match="'disk' or 'tensors', not 'push'"):
+        SglangEngine(EngineSettings(model=checkpoint, extra={"load": "push"}))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here: the test is of a start without it")
+def test_an_interpreter_without_sglang_is_told(checkpoint: Path) -> None:
+    """The start says what is missing and how to get it, instead of the import that failed first."""
+    with pytest.raises(
+        EngineStartError, match=r"sglang cannot be started: SGLang is not installed in the interpreter(.|\n)*nox -s engines"
+    ):
+        asyncio.run(SglangEngine(EngineSettings(model=checkpoint)).start())
