@@ -22,6 +22,7 @@ from heapq import heappop
 from typing import Any, TypeVar
 
 from rollproof.errors import SubjectError
+from rollproof.network import Network
 
 __all__ = ["DEADLOCK", "Stalled", "VirtualLoop", "describe_wait", "guarded", "run"]
 
@@ -38,7 +39,8 @@ class Stalled(RuntimeError):
 class VirtualLoop(base_events.BaseEventLoop):
     """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer.
 
-    ``ending`` is set while tasks that are left over are cancelled.
+    ``ending`` is set while tasks that are left over are cancelled. ``network`` is there where servers listen in memory: then clients
+    connect to those, and to nothing else.
     """
 
     _ready: deque[asyncio.Handle]
@@ -52,6 +54,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._jumps_left = math.inf if jumps is None else jumps
         self._clock_resolution = 1e-9
         self.ending: bool = False
+        self.network: Network | None = None
 
     def bound(self, jumps: int) -> None:
         """Let time pass so many times more, and then no further."""
@@ -133,6 +136,25 @@ class VirtualLoop(base_events.BaseEventLoop):
         """Raises ``SubjectError``: a signal comes in real time."""
         raise SubjectError(_SIGNAL_ADVICE)
 
+    async def create_connection(  # type: ignore[override]  # as for call_soon_threadsafe
+        self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, *, sock: Any = None, **_options: Any
+    ) -> tuple[Any, Any]:
+        """Connect to a server in memory. Raises ``SubjectError`` where there is no network, as for every other use of sockets."""
+        return self._network("create_connection").connect(protocol_factory, host, port, sock)
+
+    async def sock_connect(self, sock: socket.socket, address: Any) -> None:  # type: ignore[override]
+        """As ``create_connection``, of which this is the first half."""
+        self._network("sock_connect").reserve(sock, address)
+
+    async def getaddrinfo(self, host: Any, port: Any, **_options: Any) -> list[tuple[Any, ...]]:  # type: ignore[override]
+        """As ``create_connection``."""
+        return self._network("getaddrinfo").resolve(host, port)
+
+    def _network(self, what: str) -> Network:
+        if self.network is None:
+            raise SubjectError(_LOOP_ADVICE.format(what=what))
+        return self.network
+
     def _process_events(self, event_list: list[Any]) -> None:
         """There are no sockets, so there are no events."""
 
@@ -149,7 +171,7 @@ _SOCKET_ADVICE = (
     "The subject opened a socket ({what}). rollproof runs subjects on a virtual clock with in-process fakes, where nothing answers on "
     "a socket in virtual time. Use the handles that `fleet` gives, or record a real run with `rollproof.record(...)` and judge that."
 )
-
+_LOOP_ADVICE = _SOCKET_ADVICE.replace("socket ({what})", "connection (loop.{what})")
 
 _SIGNAL_ADVICE = (
     "The subject sets a signal handler on the event loop. rollproof runs subjects on a virtual clock, into which no signal can come. Leave "
@@ -177,10 +199,10 @@ def _refusing(name: str, advice: str) -> Callable[..., Any]:
 
 _REFUSED: Mapping[str, tuple[str, ...]] = {
     _PROCESS_ADVICE: ("subprocess_exec", "subprocess_shell"),
-    _SOCKET_ADVICE.replace("socket ({what})", "connection (loop.{what})"): (
-        "add_reader", "add_writer", "connect_accepted_socket", "connect_read_pipe", "connect_write_pipe", "create_connection",
-        "create_datagram_endpoint", "create_server", "create_unix_connection", "create_unix_server", "getaddrinfo", "getnameinfo",
-        "sendfile", "sock_accept", "sock_connect", "sock_recv", "sock_recv_into", "sock_recvfrom", "sock_recvfrom_into", "sock_sendall",
+    _LOOP_ADVICE: (
+        "add_reader", "add_writer", "connect_accepted_socket", "connect_read_pipe", "connect_write_pipe",
+        "create_datagram_endpoint", "create_server", "create_unix_connection", "create_unix_server", "getnameinfo",
+        "sendfile", "sock_accept", "sock_recv", "sock_recv_into", "sock_recvfrom", "sock_recvfrom_into", "sock_sendall",
         "sock_sendfile", "sock_sendto", "start_tls",
     ),
 }  # fmt: skip

@@ -11,10 +11,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from rollproof.fakes.failures import BadCall, ServerDied
+from rollproof.fakes.failures import BadCall, ReplyLost, ServerDied
 
-__all__ = ["BadRequest", "Handler", "application", "body_of", "field", "text_of", "token_ids", "words_of"]
+__all__ = ["BadRequest", "Cut", "Handler", "application", "body_of", "field", "text_of", "token_ids", "words_of"]
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -102,10 +103,25 @@ def _answered(handler: Handler, wrong: Wrong) -> Handler:
             return JSONResponse(wrong(error), error.status)
         except BadCall as error:
             return JSONResponse(wrong(BadRequest(str(error))), 400)
-        except ServerDied:
-            return Response(status_code=503)
+        except (ServerDied, ReplyLost):
+            return Cut()
 
     return answer
+
+
+class Cut(Response):
+    """No answer: the connection breaks. A server that cannot break it (uvicorn on a socket) answers 503."""
+
+    message: Mapping[str, str] = {"type": "rollproof.cut"}
+
+    def __init__(self) -> None:
+        super().__init__(status_code=503)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if "rollproof.cut" in scope.get("extensions", {}):
+            await send(self.message)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def text_of(tokens: Sequence[int]) -> str:

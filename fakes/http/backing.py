@@ -70,15 +70,35 @@ class _Watching(EngineHooks):
 
 
 class Backing:
-    """One engine, made inside a running event loop. ``sinks`` are handed every event as it happens; ``keep`` holds them in memory, too."""
+    """One engine, made inside a running event loop. ``sinks`` are handed every event as it happens; ``keep`` holds them in memory, too.
 
-    def __init__(self, options: ServeOptions, sinks: Iterable[TraceSink] = (), *, keep: bool = True) -> None:
+    ``behind`` is an engine that is there already, with its recorder (one of a fleet): its calls cannot be watched token by token.
+    """
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        sinks: Iterable[TraceSink] = (),
+        *,
+        keep: bool = True,
+        behind: tuple[FakeEngine, Recorder] | None = None,
+    ) -> None:
         self.options = options
         self.flavour: Flavour = flavour_named(options.flavour)
-        self.policy: CodedPolicy = CodedPolicy.from_model(options.model, options.seed)
-        self.recorder: Recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
         self._hooks = _Watching()
-        self.engine: FakeEngine = FakeEngine(
+        self._versions: dict[str, int] = {}
+        self._newest = 0
+        self.served: int = 0
+        self.policy: CodedPolicy
+        self.recorder: Recorder
+        self.engine: FakeEngine
+        if behind is not None:
+            self.engine, self.recorder = behind
+            self.policy = self.engine.policy
+            return
+        self.policy = CodedPolicy.from_model(options.model, options.seed)
+        self.recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
+        self.engine = FakeEngine(
             "s0",
             self.policy,
             self.flavour,
@@ -89,9 +109,6 @@ class Backing:
             hooks=self._hooks,
             max_length=options.max_length,
         )
-        self._versions: dict[str, int] = {}
-        self._newest = 0
-        self.served: int = 0
         self.recorder.record(Weights(server_id="s0", version=0, label=options.label, flushed=True))
 
     @staticmethod

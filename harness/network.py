@@ -1,0 +1,190 @@
+"""Network: loopback connections in memory, on the virtual clock.
+
+HTTP clients of real stacks (aiohttp, httpx) and a real HTTP server (uvicorn's protocols) speak over it, byte for byte as over a
+socket, while time stays virtual: what is written in one turn of the loop arrives in the next. A server's tasks inherit the
+context of the client that wrote to it, so a call is charged to the request that it is made for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+__all__ = ["Network"]
+
+Factory: TypeAlias = "Callable[[], asyncio.BaseProtocol]"
+_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+class Network:
+    """Listening servers by port. ``loop`` is the virtual loop that they, and those who connect, run on."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._servers: dict[int, Factory] = {}
+        self._reserved: dict[int, tuple[str, int]] = {}
+        self._ports = 50_000
+
+    def listen(self, port: int, factory: Factory) -> None:
+        """Serve ``port`` of 127.0.0.1 with a fresh protocol of ``factory`` a connection."""
+        self._servers[port] = factory
+
+    def close(self, port: int) -> None:
+        """Refuse further connections to ``port``; those that there are stay."""
+        self._servers.pop(port, None)
+
+    def reserve(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
+        """What ``sock_connect`` does: the socket stands for a connection to ``address`` from now on. Raises as a socket would."""
+        host, port = str(address[0]), int(address[1])
+        self._factory(host, port)
+        self._reserved[id(sock)] = (host, port)
+
+    def connect(self, factory: Factory, host: str | None, port: int | None, sock: Any = None) -> tuple[Any, Any]:
+        """A connection: the client's transport and protocol. Raises ``ConnectionRefusedError`` where nobody listens."""
+        if sock is not None:
+            host, port = self._reserved.pop(id(sock))
+            sock.close()
+        assert host is not None
+        assert port is not None
+        served = self._factory(host, port)()
+        self._ports += 1
+        here, there = ("127.0.0.1", self._ports), ("127.0.0.1", port)
+        client, server = _Pipe(self._loop, here, there), _Pipe(self._loop, there, here)
+        client.peer, server.peer = server, client
+        protocol = factory()
+        server.attach(served)
+        client.attach(protocol)
+        return client, protocol
+
+    def resolve(self, host: Any, port: Any) -> list[tuple[Any, ...]]:
+        """What ``getaddrinfo`` says of this machine. Raises ``socket.gaierror`` for any other: there is no other."""
+        if str(host) not in _HOSTS:
+            raise socket.gaierror(socket.EAI_NONAME, f"{host}: only this machine is on the virtual network")
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", int(port or 0)))]
+
+    def _factory(self, host: str, port: int) -> Factory:
+        factory = self._servers.get(port) if host in _HOSTS else None
+        if factory is None:
+            raise ConnectionRefusedError(111, f"Connect call failed ('{host}', {port})")
+        return factory
+
+
+class _Pipe(asyncio.Transport):
+    """One end of a connection. Nothing is ever full: writing never waits."""
+
+    peer: _Pipe
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, here: tuple[str, int], there: tuple[str, int]) -> None:
+        super().__init__({"sockname": here, "peername": there, "socket": _Socket(here, there)})
+        self._loop = loop
+        self._protocol: Any = None
+        self._closing = False
+        self._lost = False
+        self._paused = False
+        self._waiting: list[bytes | None] = []
+
+    def attach(self, protocol: asyncio.BaseProtocol) -> None:
+        """Begin."""
+        self._protocol = protocol
+        protocol.connection_made(self)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._closing and data:
+            self._loop.call_soon(self.peer.arrive, bytes(data))
+
+    def write_eof(self) -> None:
+        if not self._closing:
+            self._loop.call_soon(self.peer.arrive, None)
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """What was written arrives; then the other side sees the end."""
+        if not self._closing:
+            self._closing = True
+            self._loop.call_soon(self.peer.arrive, None)
+            self._loop.call_soon(self.lose, None)
+
+    def abort(self) -> None:
+        """The other side sees a reset."""
+        if not self._lost:
+            self._closing = True
+            self._loop.call_soon(self.peer.lose, ConnectionResetError(104, "Connection reset by peer"))
+            self._loop.call_soon(self.lose, None)
+
+    def arrive(self, data: bytes | None) -> None:
+        """Data of the other side, or its end (``None``)."""
+        if self._closing:
+            return
+        if self._paused:
+            self._waiting.append(data)
+        elif data is not None:
+            self._protocol.data_received(data)
+        elif not self._protocol.eof_received():
+            self.close()
+
+    def lose(self, error: Exception | None) -> None:
+        """The connection is over."""
+        if not self._lost:
+            self._closing = self._lost = True
+            self._protocol.connection_lost(error)
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def pause_reading(self) -> None:
+        self._paused = True
+
+    def resume_reading(self) -> None:
+        self._paused = False
+        waiting, self._waiting = self._waiting, []
+        for data in waiting:
+            self._loop.call_soon(self.arrive, data)
+
+    def is_reading(self) -> bool:
+        return not (self._paused or self._closing)
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        return self._protocol  # type: ignore[no-any-return]  # any of the four kinds
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Nothing is ever full."""
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        return 0, 0
+
+
+class _Socket:
+    """What clients and servers ask of a transport's socket."""
+
+    family = socket.AF_INET
+    type = socket.SOCK_STREAM
+    proto = socket.IPPROTO_TCP
+
+    def __init__(self, here: tuple[str, int], there: tuple[str, int]) -> None:
+        self._here, self._there = here, there
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._here
+
+    def getpeername(self) -> tuple[str, int]:
+        return self._there
+
+    def setsockopt(self, *_: Any) -> None:
+        """Options say nothing to memory."""
+
+    def getsockopt(self, *_: Any) -> int:
+        return 0
+
+    def fileno(self) -> int:
+        """None: whoever polls it takes the connection for used up, and opens another."""
+        return -1
