@@ -1,57 +1,62 @@
-"""The gap between a real engine and a Hugging Face model: `python benchmarks/engine_gap.py vllm [SEQUENCES [TOKENS]]`.
+"""The gap between a real engine and a Hugging Face model: `python benchmarks/engine_gap.py ENGINE [SEQUENCES [TOKENS]] [--json FILE]`.
 
 Needs the engine, torch and transformers (`nox -s "engines(vllm)"` makes such an environment); says so and ends where they are absent.
 Prints one row per dtype and routing: n, mean, 99th percentile and largest difference of logprobs in nats, k3, and how often the routers
-disagree, per layer and per token; with 95 % intervals over sequences.
+disagree, per layer and per token; with 95 % intervals over sequences. With ``--json`` the rows go into a file of results
+(docs/engine_results), of which docs/engines.md is made.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from rollproof.engines.results import GAP_METRICS, gap_rows, save_results
 from rollproof.engines.rollout_gap import measure_rollout_gap
-from rollproof.engines.targets import engine_target
-from rollproof.gap.intervals import Interval
-from rollproof.gap.report import GapReport
+from rollproof.engines.targets import REAL, engine_target
 
-COLUMNS = ("abs_diff_mean", "abs_diff_p99", "abs_diff_max", "kl_mu_pi_k3", "layer_mismatch", "any_layer_mismatch")
+MODEL = "qwen3_moe"
 
 
-def shown(interval: Interval | None) -> str:
+def shown(interval: list[float | None] | None) -> str:
     """A value with its interval."""
-    if interval is None:
+    if interval is None or interval[0] is None:
         return "-"
-    if math.isnan(interval.low):
-        return f"{interval.value:.2e}"
-    return f"{interval.value:.2e} [{interval.low:.1e}, {interval.high:.1e}]"
+    value, low, high = interval
+    return f"{value:.2e}" if low is None or high is None else f"{value:.2e} [{low:.1e}, {high:.1e}]"
 
 
-def row(engine: str, dtype: str, routing: str, report: GapReport) -> str:
+def line(row: dict[str, Any]) -> str:
     """One row of the table."""
-    metrics: Mapping[str, Interval] = report.panel.metrics
-    cells = [shown(metrics.get(name)) for name in COLUMNS]
-    return f"| {engine} | {dtype} | {routing} | {report.panel.n_tokens} | " + " | ".join(cells) + " |"
+    cells = [shown(row["metrics"].get(name)) for name in GAP_METRICS]
+    return f"| {row['engine']} | {row['dtype']} | {row['routing']} | {row['n_tokens']} | " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    engine = sys.argv[1] if len(sys.argv) > 1 else "vllm"
-    sequences, tokens = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((2, 16), (3, 32)))
+    arguments = sys.argv[1:]
+    file = None
+    if "--json" in arguments:
+        at = arguments.index("--json")
+        file = Path(arguments[at + 1])
+        del arguments[at : at + 2]
+    engine, sequences, tokens = [*arguments, *("vllm", "24", "32")[len(arguments) :]]
     if importlib.util.find_spec(engine.partition("-")[0]) is None or importlib.util.find_spec("transformers") is None:
         print(f"{engine} or transformers is not installed: nothing to measure")
         return
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        target = engine_target(engine, model=None, folder=Path(folder))
-        print("| engine | dtype | routing | n | " + " | ".join(COLUMNS) + " |")
-        print("|---|---|---|---|" + "---|" * len(COLUMNS))
+        target = engine_target(engine, model=None, folder=Path(folder), family=MODEL)
+        print("| engine | dtype | routing | n | " + " | ".join(GAP_METRICS) + " |")
+        print("|---|---|---|---|" + "---|" * len(GAP_METRICS))
         for dtype in ("float32", "bfloat16"):
-            gap = measure_rollout_gap(target, dtype, sequences=sequences, tokens=tokens)
-            print(row(engine, dtype, "native", gap.native), flush=True)
-            print(row(engine, dtype, "replayed", gap.replayed), flush=True)
+            gap = gap_rows(measure_rollout_gap(target, dtype, sequences=int(sequences), tokens=int(tokens)), MODEL)
+            rows += gap
+            print("\n".join(line(row) for row in gap), flush=True)
+    if file is not None:
+        save_results(file, REAL[engine].packages, gap=rows)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,13 @@ class Oracle(Protocol):
         ...
 
 
-def attributed(trace: Trace, oracle: Oracle, progress: Callable[[str], None] | None = None) -> Trace:
-    """The trace with a ``Reference`` per call and version behind each reply, and with the replies' ``true_tokens`` and ``true_rows``."""
+def attributed(trace: Trace, oracle: Oracle | None, progress: Callable[[str], None] | None = None) -> Trace:
+    """The trace with a ``Reference`` per call and version behind each reply, and with the replies' ``true_tokens`` and ``true_rows``.
+
+    Without an oracle nothing is known of the values, and the trace stays as it is.
+    """
+    if oracle is None:
+        return trace
     contract = trace.header.engine or trace.header.contract
     known = _Known(oracle, trace.header.profile, progress)
     calls: dict[int, Call] = {}

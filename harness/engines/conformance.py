@@ -38,19 +38,21 @@ __all__ = ["EngineRun", "EngineTarget", "engine_registry", "judged", "run_engine
 class EngineTarget:
     """An engine to be judged.
 
-    ``make`` makes the adapter for settings, ``oracle`` the independent forward for an adapter's contract and the checkpoints by version.
+    ``make`` makes the adapter for settings, ``oracle`` the independent forward for an adapter's contract and the checkpoints by version
+    (``None``: there is none that is exact enough, and values are not judged).
     ``settings`` are those of each ``Setting``, ``checkpoints`` the folders of its versions. ``virtual`` says that it runs on a
-    virtual clock; ``lull`` is waited after a pause (seconds), ``deadline`` bounds each wait.
+    virtual clock; ``lull`` is waited after a pause (seconds), ``deadline`` bounds each wait. ``about`` is what a table says of it.
     """
 
     name: str
     make: Callable[[EngineSettings], EngineSubject]
-    oracle: Callable[[EngineSubject, Mapping[str, Path]], Oracle]
+    oracle: Callable[[EngineSubject, Mapping[str, Path]], Oracle | None]
     settings: Mapping[Setting, EngineSettings]
     checkpoints: Mapping[Setting, Mapping[str, Path]]
     virtual: bool = False
     lull: float = 0.3
     deadline: float = 180.0
+    about: str = ""
 
 
 @dataclass

