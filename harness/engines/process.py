@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from rollproof.errors import EngineDied, EngineHung, EngineRefused, EngineStartError
@@ -35,6 +36,18 @@ _LINE_LIMIT = 1 << 28
 _ERROR = re.compile(r"\b\w*(Error|Exception): .*")
 """How an exception ends its traceback in a log, whatever stands before it on the line."""
 _SHARED = "/dev/shm/"  # noqa: S108 - where Linux keeps shared memory, not a place for temporary files
+_ADVICE: Mapping[str, str] = MappingProxyType(
+    {
+        "Too many open files": "Files, sockets and pipes are counted together: raise the limit (`ulimit -n`), or end what holds them.",
+        "No space left on device": "Shared memory (`df -h /dev/shm`; of a container: `--shm-size`) or the folder of temporary files"
+        " (TMPDIR) is full.",
+        "Address already in use": "A port that the engine chose is taken, or none is left (`ss -s`): end what holds them, or try again.",
+        "Cannot assign requested address": "No port is left (`ss -s`), or this machine has no loopback interface.",
+        "is longer than 107 characters": "The path of a socket has no more bytes: set TMPDIR to a shorter folder, such as /tmp.",
+        "Cannot allocate memory": "The machine, or the limit of this container, has too little memory for the engine beside what runs.",
+    }
+)
+"""What to do about a resource that is exhausted, by the text of its error."""
 
 
 class EngineProcess:
@@ -73,17 +86,15 @@ class EngineProcess:
         ``options`` is the host's first line of input. ``progress`` is told every few seconds how long the start has taken and what
         the log's last line says. Raises ``EngineStartError`` where the host dies, refuses, or hangs; nothing is left then.
         """
-        folder = Path(tempfile.mkdtemp(prefix=f"rollproof-{name}-"))
-        ours, theirs = socket.socketpair()
+        folder = _own_folder(name)
         try:
-            process = _spawn([python, "-m", module], theirs, folder, environment or {})
+            process, channel = _spawn([python, "-m", module], folder, environment or {})
         except OSError as error:
-            ours.close()
             shutil.rmtree(folder, ignore_errors=True)
-            raise EngineStartError(f"{name} cannot be started: {python!r} does not run ({error}).") from error
-        finally:
-            theirs.close()
-        host = cls(name, process, ours, folder)
+            raise EngineStartError(
+                f"{name} cannot be started: {python!r} does not run ({error}). {_advice(str(error))}".rstrip()
+            ) from error
+        host = cls(name, process, channel, folder)
         try:
             await host._open(options, deadline, progress)
         except BaseException:  # also a cancellation and Ctrl-C: nothing may be left running
@@ -228,7 +239,9 @@ class EngineProcess:
         return "its process still runs and has closed the line"
 
     def _tail(self) -> str:
-        return f"The end of its log:\n{self._tail_kept or self._told_log()}"
+        log = self._tail_kept or self._told_log()
+        advice = _advice(log)
+        return f"The end of its log:\n{log}" + (f"\n{advice}" if advice else "")
 
     def _told_log(self) -> str:
         """The last lines of the log, behind the errors that stand further up: an engine's parts fail one by one, the cause first."""
@@ -238,19 +251,41 @@ class EngineProcess:
         return "\n".join(["errors further up:", *causes, "...", tail]) if causes else tail
 
 
-def _spawn(command: list[str], channel: socket.socket, folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a host in a session of its own, with its end of the line, its log, and its own folder of temporary files."""
-    (folder / "tmp").mkdir()
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(  # noqa: S603 - our own module, in an interpreter that the caller names
-            [*command, str(channel.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environment, "TMPDIR": str(folder / "tmp"), "ROLLPROOF_ENGINE_FOLDER": str(folder)},
-            pass_fds=[channel.fileno()],
-            start_new_session=True,
-        )
+def _own_folder(name: str) -> Path:
+    """A folder for a host's log and temporary files. Raises ``EngineStartError`` where there can be none."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"rollproof-{name}-"))
+        (folder / "tmp").mkdir()
+    except OSError as error:
+        raise EngineStartError(
+            f"{name} cannot be started: no temporary folder can be made ({error}). {_advice(str(error))}".rstrip()
+        ) from error
+    return folder
+
+
+def _spawn(command: list[str], folder: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a host in a session of its own, with its log and its own folder of temporary files; the process, and our end of the line."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, (folder / "log").open("wb") as log:
+            process = subprocess.Popen(  # noqa: S603 - our own module, in an interpreter that the caller names
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment, "TMPDIR": str(folder / "tmp"), "ROLLPROOF_ENGINE_FOLDER": str(folder)},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+    except OSError:
+        ours.close()
+        raise
+    return process, ours
+
+
+def _advice(text: str) -> str:
+    """What to do about the exhausted resources that a log or an error names."""
+    return " ".join(advice for error, advice in _ADVICE.items() if error in text)
 
 
 def end_session(leader: int, patience: float = 5.0) -> None:

@@ -111,15 +111,26 @@ def test_hang_is_told() -> None:
         ("die", r"echo died while it started \(exit code 3\)(.|\n)*loading the weights"),
         ("refuse", r"echo cannot be started: ValueError: no such model"),
         ("hang", r"echo was not ready after 3 s(.|\n)*loading the weights"),
+        ("files", r"Too many open files(.|\n)*raise the limit \(`ulimit -n`\)"),
+        ("ports", r"Address already in use(.|\n)*A port that the engine chose is taken"),
+        ("full", r"No space left on device(.|\n)*df -h /dev/shm"),
     ],
 )
 def test_failed_starts(start: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that dies, is refused or hangs raises with the reason, and leaves no folder."""
+    """A start that dies, is refused, hangs or exhausts a resource raises with the reason and what to do, and leaves no folder."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     with pytest.raises(EngineStartError, match=message):
         asyncio.run(started(start, deadline=3.0 if start == "hang" else 30.0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of temporary files that cannot be written to is told before anything runs."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(EngineStartError, match="echo cannot be started: no temporary folder can be made"):
+        asyncio.run(started())
 
 
 def test_no_interpreter() -> None:

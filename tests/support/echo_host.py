@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +27,15 @@ class EchoHost(Host):
             raise ValueError("no such model")
         if options.get("start") == "hang":
             time.sleep(600)
+        if options.get("start") == "files":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+            self.sockets = [socket.socket() for _ in range(16)]
+        if options.get("start") == "ports":
+            taken = socket.create_server(("127.0.0.1", 0))
+            socket.create_server(taken.getsockname())
+        if options.get("start") == "full":
+            with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+                full.write("x")
 
     async def do_echo(self, text: str) -> str:
         return text
