@@ -223,7 +223,8 @@ class _Face:
                     yield _event(_chunk(call, rid, now.tokens, logprobs, sent, self._backing))
                     sent = len(now.tokens)
                 output, taken = await task
-                yield _event(_reply(call, rid, output, taken, self._backing, sent=sent if self._backing.options.incremental else 0))
+                shown = sent if self._backing.options.incremental else 0
+                yield _event(_reply(call, rid, output, taken, self._backing, sent=shown, first=not sent))
             except (BadCall, EnginePaused) as error:
                 yield _event(json.dumps({"error": {"message": str(error)}}).encode())
             finally:
@@ -281,7 +282,7 @@ def _meta(call: _Call, rid: str, output: EngineOutput, taken: float, backing: Ba
     if backing.flavour.shows_spans:
         meta["weight_versions"] = [{"version": _text(span.version), "start": span.start, "end": span.end} for span in output.spans]
     meta["cached_tokens_details"] = {"device": output.cached_tokens, "host": 0} if output.cached_tokens else None
-    return {**meta, "dp_rank": None, "e2e_latency": taken, "response_sent_to_client_ts": time.time()}
+    return {**meta, "dp_rank": None, "e2e_latency": taken}
 
 
 def _logprobs(logprobs: Sequence[float], tokens: Sequence[int]) -> dict[str, Any]:
@@ -289,8 +290,10 @@ def _logprobs(logprobs: Sequence[float], tokens: Sequence[int]) -> dict[str, Any
     return {"input_token_logprobs": [], "output_token_logprobs": pairs, "output_token_logprobs_length": len(pairs)}
 
 
-def _reply(call: _Call, rid: str, output: EngineOutput, taken: float, backing: Backing, *, sent: int = 0) -> bytes:
+def _reply(call: _Call, rid: str, output: EngineOutput, taken: float, backing: Backing, *, sent: int = 0, first: bool = True) -> bytes:
     meta = _meta(call, rid, output, taken, backing)
+    if first:  # of a stream SGLang stamps the first chunk only
+        meta["response_sent_to_client_ts"] = time.time()
     body: dict[str, Any] = {"text": text_of(output.token_ids[sent:])} if backing.options.tokenizer else {}
     text = json.dumps({**body, "output_ids": list(output.token_ids[sent:]), "meta_info": meta}, separators=(",", ":")).encode()
     if output.routes is None:

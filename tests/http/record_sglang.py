@@ -203,8 +203,6 @@ def exchanges(server: Server, other: Path) -> Iterator[tuple[str, list[Exchange]
             ask("POST", "/abort_request", {"abort_all": True}),
         ],
     )
-    # last: what kills a server is a recording, too
-    yield "out_of_vocabulary", [ask("POST", "/generate", {**WHOLE, "rid": "beyond", "input_ids": [5, 1 << 20]}), ask("GET", "/health")]
 
 
 def _paused(server: Server, mode: str) -> list[Exchange]:

@@ -14,6 +14,7 @@ import pytest
 from rollproof.case import EngineOptions, Model
 from rollproof.fakes.http.backing import ServeOptions
 from rollproof.fakes.http.serving import serving
+from tests.http.recording import ends
 
 RECORDED = Path(__file__).parent / "recorded"
 MODEL = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
@@ -81,7 +82,7 @@ def test_a_request_is_answered_as_the_real_server_answered_it(exchange: Mapping[
             kind = (reply.headers.get("content-type") or "").partition(";")[0]
             if kind == "text/event-stream":
                 lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
-                return reply.status_code, kind, [line if line == "[DONE]" else json.loads(line) for line in lines][:3]
+                return reply.status_code, kind, ends([line if line == "[DONE]" else json.loads(line) for line in lines])
             return reply.status_code, kind, reply.json() if kind == "application/json" else reply.text
 
     status, kind, body = asyncio.run(ask())
