@@ -99,6 +99,19 @@ _AFMOE = {
     "route_norm": True,
 }
 
+_MELLUM = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("sliding_attention", 1e4), ("full_attention", 5e5))
+    },
+}
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.name: family
@@ -126,6 +139,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 name="afmoe",
                 about="AFMoE: sliding and full attention take turns, so there are several groups of KV cache; the first layer is dense",
                 sizes=_AFMOE,
+                moe_layers=(1, 2, 3),
+                hybrid=True,
+            ),
+            Family(
+                name="mellum",
+                about="Mellum 2: Qwen3-MoE whose sliding and full attention take turns, with a KV cache each; the first layer is dense",
+                sizes=_MELLUM,
                 moe_layers=(1, 2, 3),
                 hybrid=True,
             ),

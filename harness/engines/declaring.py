@@ -53,7 +53,8 @@ def model_of(folder: Path) -> Model | None:
     """Layers, experts and top-k of a checkpoint, from its ``config.json``; ``None`` for a dense model.
 
     A layer is dense where ``mlp_only_layers`` lists it, where it is among the first ``first_k_dense_replace`` or ``num_dense_layers``, or
-    where ``decoder_sparse_step`` passes over it, as the families of transformers read these fields. Raises ``EngineStartError``.
+    where ``decoder_sparse_step`` passes over it, as the families of transformers read these fields; or where ``mlp_layer_types`` says so
+    of each layer. Raises ``EngineStartError``.
     """
     config = _config(folder)
     layers = _first(config, _LAYERS)
@@ -106,6 +107,9 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _moe_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return tuple(layer for layer, kind in enumerate(kinds[:layers]) if kind == "sparse")
     dense: set[int] = set(config.get("mlp_only_layers") or ())
     dense.update(range(config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0))
     step = config.get("decoder_sparse_step") or 1

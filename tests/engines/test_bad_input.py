@@ -61,6 +61,7 @@ def test_which_layers_are_moe_is_read_as_the_families_write_it(config: Callable[
     assert (2, 3) == layers(**MOE, first_k_dense_replace=2)
     assert (0, 2) == layers(**MOE, mlp_only_layers=[1, 3])
     assert (1, 3) == layers(**MOE, decoder_sparse_step=2)
+    assert (1, 3) == layers(**MOE, mlp_layer_types=["dense", "sparse", "dense", "sparse"])
     assert (1, 2, 3) == layers(text_config={**MOE, "num_dense_layers": 1}, num_hidden_layers=9)
 
 
