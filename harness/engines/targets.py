@@ -68,7 +68,9 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
         "sglang": RealEngine(
             adapter="rollproof.engines.sglang:SglangEngine",
             packages=("sglang", "torch", "transformers"),
-            about="Engine",
+            about="Engine; where the KV cache is short, on a model with two KV pools, its weights from tensors, streams in parts, raw logprobs",
+            families=("olmoe", "mixtral", "afmoe", "deepseek_v3", "qwen3_next"),
+            crowded="mellum",
             other_logprobs="raw",
             # by itself it admits a call only where all of its budget would fit, and then nothing is ever retracted
             extra={"schedule_conservativeness": 0.05},
