@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from rollproof.errors import UsageError
 from rollproof.gpu_suites.gate import GpuFindings, find_gpus
-from rollproof.gpu_suites.hardware import MemoryWatch
+from rollproof.gpu_suites.hardware import MemoryWatch, described
 from rollproof.gpu_suites.needs import MARKERS, needs_of, unmet
+from rollproof.gpu_suites.reporting import RunReport
 from rollproof.plugin import STATE
+
+FOLDER = "ROLLPROOF_GPU_REPORT"
+"""Environment variable: the folder to which a session's report is written (``run.json``, ``run.html``)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,8 +44,18 @@ def rollproof_gpus() -> GpuFindings:
     return find_gpus()
 
 
+@pytest.fixture(scope="session")
+def rollproof_run(rollproof_gpus: GpuFindings) -> Iterator[RunReport]:
+    """What this session finds, written at its end: also where it is interrupted, with what there is."""
+    run = RunReport(described(rollproof_gpus))
+    yield run
+    folder = os.environ.get(FOLDER)
+    if folder and not run.empty:
+        run.write(Path(folder))
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _memory_is_given_back() -> object:
+def _memory_is_given_back() -> Iterator[None]:
     """After each suite the cards are as empty as before it: what an engine keeps, the next one lacks."""
     watch = MemoryWatch()
     yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -41,6 +41,11 @@ class Inputs:
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """``(rows,)``: the input token of each row, -1 in padding."""
         return self.source.take([_tokens(sample) for sample in self.samples], fill=-1).astype(np.int64)
+
+    def on(self, device: str) -> Inputs:
+        """The same inputs on a device."""
+        call = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in self.call.items()}
+        return replace(self, call=call)
 
     def routes(self) -> Any:
         """The samples' routes at the rows of the input."""

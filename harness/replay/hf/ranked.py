@@ -36,7 +36,7 @@ def _ddp(model: Any, _: Setup) -> Any:
 
 
 def _fsdp2(model: Any, setup: Setup) -> Any:
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    mesh = init_device_mesh(setup.device, (distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if setup.mixed else MixedPrecisionPolicy()
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -18,6 +18,7 @@ class Setup:
 
     ``reentrant`` is the kind of gradient checkpointing, ``late`` runs the backward pass after the replay context has closed, ``dtype``
     names a type of torch, ``parallel`` how the model is wrapped (``ranked.WRAPS``), and ``mixed`` lets FSDP2 compute in bfloat16.
+    ``device`` is ``"cpu"`` or ``"cuda"``: of several processes each takes the GPU of its rank.
     """
 
     family: str = "qwen3_moe"
@@ -27,6 +28,7 @@ class Setup:
     dtype: str = "float32"
     parallel: str = ""
     mixed: bool = False
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -37,6 +39,7 @@ class Setup:
             self.dtype: self.dtype != "float32",
             self.parallel: bool(self.parallel),
             "mixed": self.mixed,
+            self.device: self.device != "cpu",
         }
         return ", ".join([self.family, self.layout, *(kind for kind, is_so in kinds.items() if is_so)])
 

@@ -98,17 +98,17 @@ class HfTrainer:
         noise = torch.Generator().manual_seed(abs(number))
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                added = _NOISE * torch.randn(parameter.shape, generator=noise) if number > 0 else 0.0
-                self.assign(parameter, self._first[name] + added)
+                added = _NOISE * torch.randn(parameter.shape, generator=noise) if number > 0 else torch.zeros(())
+                self.assign(parameter, self._first[name] + added.to(self._first[name].device))
             if number < 0:
                 gate = next(iter(self._gates().values()))
-                self.assign(gate.weight, torch.full(gate.weight.shape, torch.nan))
+                self.assign(gate.weight, torch.full(gate.weight.shape, torch.nan, device=gate.weight.device))
 
     def nudge(self, layer: int, size: float) -> None:
         """Move the gate weight of ``layer`` along the fixed direction."""
         weight = self._gates()[layer].weight
         with torch.no_grad():
-            self.assign(weight, self.whole(weight) + size * torch.from_numpy(direction(tuple(weight.shape))))
+            self.assign(weight, self.whole(weight) + size * torch.from_numpy(direction(tuple(weight.shape))).to(weight.device))
 
     def residue(self) -> Mapping[str, int]:
         """What replay left on the model, and in the process."""
@@ -143,7 +143,7 @@ class HfTrainer:
 
     def _microbatch(self, step: Step, inputs: Inputs, spy: Spy) -> tuple[dict[str, FloatArray], dict[str, IntArray]]:
         """Logprobs and recorded routes by request."""
-        self.inputs = inputs
+        inputs = self.inputs = inputs.on(self.device)
         with ExitStack() as spies:
             spies.enter_context(_spied(self.model, spy, inputs))
             other = self._other(step.model)
@@ -163,7 +163,7 @@ class HfTrainer:
                     self._backward(loss, spy)
             if step.backward and self.setup.late:
                 self._backward(loss, spy)
-        told = {sample.request_id: found.detach().numpy() for sample, found in zip(inputs.samples, logprobs, strict=True)}
+        told = {sample.request_id: found.detach().cpu().numpy() for sample, found in zip(inputs.samples, logprobs, strict=True)}
         return told, _recorded(entered, inputs) if step.action is Action.RECORD else {}
 
     def _outcome(self, step: Step, parts: list[tuple[dict[str, FloatArray], dict[str, IntArray]]]) -> Outcome:
@@ -199,7 +199,12 @@ class HfTrainer:
         return self._others[name]
 
     def _model(self, seed: int = 5) -> Any:
-        return tiny_model(self.setup.family, seed=seed, dtype=getattr(torch, self.setup.dtype))
+        return tiny_model(self.setup.family, seed=seed, dtype=getattr(torch, self.setup.dtype)).to(self.device)
+
+    @property
+    def device(self) -> str:
+        """Where the model is; of several GPUs the current one."""
+        return self.setup.device
 
     def _gates(self) -> dict[int, Any]:
         return dict(_gates(self.model))
@@ -224,7 +229,7 @@ def _trained(step: Step) -> int:
 @contextmanager
 def _by_formula(trainer: HfTrainer, model: Any, routes: Any) -> Iterator[None]:
     """Run the microbatch's forward by formula; what rows without a target execute is looked up in a replay first."""
-    targets = torch.as_tensor(routes).reshape(-1, *routes.shape[-2:])
+    targets = torch.as_tensor(routes).reshape(-1, *routes.shape[-2:]).to(trainer.device)
     executed: dict[int, torch.Tensor] = {}
     routers = find_routers(model)
 
@@ -255,7 +260,7 @@ def _spied(model: nn.Module, spy: Spy, inputs: Inputs, name: str = "policy") -> 
     tokens = inputs.tokens
 
     def tell(layer: int, _module: nn.Module, _given: Any, output: Any) -> None:
-        spy.routed(layer, output[2].detach().numpy(), tokens=tokens, model=name)
+        spy.routed(layer, output[2].detach().cpu().numpy(), tokens=tokens, model=name)
 
     hooks = [gate.register_forward_hook(partial(tell, layer)) for layer, gate in _gates(model)]
     try:

@@ -94,7 +94,8 @@ class CoreReplay:
         """Keep what was recorded; switch to the queue of the backward pass."""
         if run.step.action is Action.RECORD:
             run.answer.recorded[number, chunk] = {
-                layer: router.router_replay.get_recorded_indices().numpy().copy() for layer, router in run.chunks.routers[chunk].items()
+                layer: router.router_replay.get_recorded_indices().cpu().numpy().copy()
+                for layer, router in run.chunks.routers[chunk].items()
             }
         elif run.step.action is Action.REPLAY and run.step.backward and run.step.recompute is not Recompute.NONE:
             _act(run, "REPLAY_BACKWARD", chunk)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollproof.replay.layouts.mesh import Rank
+from rollproof.replay.megatron.checkpoint import checkpoint_config, rotary_base, whole_weights
 from rollproof.replay.megatron.setups import UNSUPPORTED, RouterKind, Setup
 from rollproof.replay.megatron.weights import Part, fill, named_parts
 from rollproof.replay.spy import direction
 from rollproof.replay.terms import Recompute
 
-__all__ = ["Chunks", "build", "configuration", "parallel"]
+__all__ = ["Chunks", "build", "configuration", "on_gpu", "parallel"]
 
 _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
     Recompute.NONE: {},
@@ -33,6 +34,13 @@ _ROUTER: dict[RouterKind, dict[str, Any]] = {
 }
 
 
+def on_gpu() -> bool:
+    """Whether this process computes on a GPU: it has one, and belongs to ranks that were given some."""
+    import torch
+
+    return torch.cuda.is_available() and torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend_config()
+
+
 @contextmanager
 def parallel(setup: Setup) -> Iterator[Rank]:
     """Megatron's process groups for a setup; yields this process's place. Raises what megatron-core raises for sizes that do not fit."""
@@ -46,6 +54,10 @@ def parallel(setup: Setup) -> Iterator[Rank]:
         expert_model_parallel_size=setup.ep,
         expert_tensor_parallel_size=1,
     )
+    if on_gpu():
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1)  # recompute forks these generators; nothing here draws from them
     try:
         yield Rank(
             dp=parallel_state.get_data_parallel_rank(),
@@ -69,12 +81,21 @@ class Chunks:
     routers: tuple[dict[int, Any], ...]
     parts: tuple[Part, ...]
 
+    @property
+    def device(self) -> Any:
+        """Where the parameters are."""
+        return self.parts[0].tensor.device
+
     def load(self, setup: Setup, rank: Rank, number: int) -> None:
-        """Give every parameter the weights ``number`` (``weights.fill``); -1 puts NaN into the gate of the first MoE layer."""
+        """Give every parameter the weights ``number`` (``weights.fill``); -1 puts NaN into the gate of the first MoE layer.
+
+        Of checkpoints the number says which one.
+        """
         import torch
 
+        whole = whole_weights(setup.checkpoints[number]) if setup.checkpoints else None
         for part in self.parts:
-            fill(part, rank.tp, setup.tp, number)
+            fill(part, rank.tp, setup.tp, number, whole)
         if number == -1:
             for routers in self.routers:
                 if setup.moe_layers[0] in routers:
@@ -89,7 +110,7 @@ class Chunks:
             if layer in routers:
                 weight = routers[layer].weight
                 with torch.no_grad():
-                    weight += torch.from_numpy(size * direction(tuple(weight.shape))).to(weight.dtype)
+                    weight += torch.from_numpy(size * direction(tuple(weight.shape))).to(weight)
 
 
 def build(setup: Setup, config: Any) -> Chunks:
@@ -98,6 +119,7 @@ def build(setup: Setup, config: Any) -> Chunks:
     Routers register themselves in a list of the process: that list is emptied first, or the routers of an earlier model would take
     the targets (verl#7340).
     """
+    import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -105,6 +127,7 @@ def build(setup: Setup, config: Any) -> Chunks:
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     RouterReplay.clear_global_router_replay_instances()
+    device = f"cuda:{torch.cuda.current_device()}" if on_gpu() else "cpu"
     models = []
     for stage in range(setup.vpp):
         virtual = stage if setup.vpp > 1 else None
@@ -118,9 +141,10 @@ def build(setup: Setup, config: Any) -> Chunks:
                 pre_process=parallel_state.is_pipeline_first_stage(**where),
                 post_process=parallel_state.is_pipeline_last_stage(**where),
                 position_embedding_type="rope",
+                rotary_base=rotary_base(setup.checkpoints[0]) if setup.checkpoints else 10000,
                 share_embeddings_and_output_weights=False,
                 vp_stage=virtual,
-            )
+            ).to(device=device, dtype=getattr(torch, setup.dtype))
         )
     offset = parallel_state.get_expert_model_parallel_rank() * (setup.num_experts // setup.ep)
     return Chunks(
@@ -177,6 +201,7 @@ def configuration(setup: Setup, recompute: Recompute, settings: Mapping[str, Any
         "persist_layer_norm": False,
         "moe_grouped_gemm": False,
     }
+    shapes = checkpoint_config(setup.checkpoints[0], setup.dtype) if setup.checkpoints else {}
     return TransformerConfig(
-        **{**own, **_ROUTER[setup.router], **_RECOMPUTE[recompute], **UNSUPPORTED.get(setup.unsupported, {}), **settings}
+        **{**own, **shapes, **_ROUTER[setup.router], **_RECOMPUTE[recompute], **UNSUPPORTED.get(setup.unsupported, {}), **settings}
     )

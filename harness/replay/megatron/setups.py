@@ -51,7 +51,8 @@ class Setup:
     ``vpp`` is the number of model chunks on a pipeline rank, ``first`` the layers of the first pipeline rank where stages are uneven;
     ``ep`` may span data, context and tensor ranks. Tensor parallelism implies sequence parallelism, which Megatron requires for
     MoE. ``own_widths`` pads each microbatch to a width of its own. ``dense`` leaves out all routers, ``unsupported`` names one of
-    ``UNSUPPORTED``. ``mode`` says where routes come from, ``code`` who replays them.
+    ``UNSUPPORTED``. ``mode`` says where routes come from, ``code`` who replays them. With ``checkpoints`` the model is theirs
+    (``checkpoint.checkpoint_setup``), and the weights number n are those of the n-th, in ``dtype``.
     """
 
     name: str
@@ -78,6 +79,8 @@ class Setup:
     mode: ReplayMode = ReplayMode.R3
     dense: bool = False
     unsupported: str = ""
+    checkpoints: tuple[str, ...] = ()
+    dtype: str = "float32"
 
     @property
     def world_size(self) -> int:

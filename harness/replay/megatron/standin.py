@@ -20,7 +20,7 @@ from typing import Any
 
 from rollproof.errors import StackError
 
-__all__ = ["RELEASES", "STAND_INS", "MegatronVersionError", "StandIn", "cpu_megatron", "megatron_version"]
+__all__ = ["RELEASES", "STAND_INS", "MegatronVersionError", "StandIn", "cpu_megatron", "gpu_megatron", "megatron_version"]
 
 
 class MegatronVersionError(StackError):
@@ -110,6 +110,20 @@ def cpu_megatron() -> Iterator[str]:
                 stack.enter_context(item.applied(release))
         # Functions under torch.compile would be compiled for the CPU: minutes, for numbers that no GPU run has.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield release
+
+
+@contextmanager
+def gpu_megatron() -> Iterator[str]:
+    """Run megatron-core on GPUs without Transformer Engine inside the block; yields its release.
+
+    Of ``STAND_INS`` only those apply that let the plain layers take sequence and context parallelism; all that computes is CUDA's.
+    """
+    release = megatron_version()
+    with ExitStack() as stack:
+        for item in STAND_INS:
+            if item.owner in (_NORM, _ATTENTION):
+                stack.enter_context(item.applied(release))
         yield release
 
 
@@ -273,6 +287,7 @@ def _own_chunks(tensor: Any, group: Any) -> Any:
 _MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+_NORM = "megatron.core.transformer.torch_norm:WrappedTorchNorm"
 
 STAND_INS: tuple[StandIn, ...] = (
     *(
@@ -320,7 +335,7 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn(owner=_RANDOM, name="_CUDA_RNG_STATE_TRACKER", why="as above: the one in use", make=lambda _: _SharedRandomState()),
     StandIn(owner=_RANDOM, name="_CUDA_RNG_STATE_TRACKER_INITIALIZED", why="as above: it is ready", make=_always(True)),
     StandIn(
-        owner="megatron.core.transformer.torch_norm:WrappedTorchNorm",
+        owner=_NORM,
         name="__new__",
         why="refuses sequence parallelism, whose norms need only the reduction of their gradients, outside this class",
         make=_without_flag("sequence_parallel", False),

@@ -70,6 +70,13 @@ class MegatronTrainer:
         """
         return self._ran(replace(step, action=Action.REPLAY), spy, in_place=True)
 
+    def score(self, step: Step) -> Outcome:
+        """A step of samples as an engine sampled them, whose token ids repeat: routers are not watched."""
+        if step.action is Action.REPLAY and self.setup.code is ReplayCodeName.CORE:
+            for sample in step.samples:
+                self._checked(sample)
+        return self._outcome(step, self._asked(step, watch=False))
+
     def variant(self, name: str) -> MegatronTrainer:
         """See ``ReplaySubject``: a model without MoE layers, or with routers that replay must refuse (``setups.UNSUPPORTED``)."""
         if name == DENSE:
@@ -108,8 +115,16 @@ class MegatronTrainer:
             spy.extend(answer.events)
         return self._outcome(step, answers)
 
-    def _asked(self, step: Step | None, *, in_place: bool = False) -> list[Answer]:
-        job = Job(setup=self.setup, episode=self._episode, step=step, number=self._number, nudges=self._nudges, in_place=in_place)
+    def _asked(self, step: Step | None, *, in_place: bool = False, watch: bool = True) -> list[Answer]:
+        job = Job(
+            setup=self.setup,
+            episode=self._episode,
+            step=step,
+            number=self._number,
+            nudges=self._nudges,
+            in_place=in_place,
+            watch=watch,
+        )
         try:
             # Other people's code patches megatron-core for good: a step without it gets processes that never saw it.
             patched = self.setup.code is ReplayCodeName.CORE or step is None or step.action is not Action.OFF
@@ -170,9 +185,9 @@ class MegatronTrainer:
             out |= {step.samples[number].request_id: rows for number, rows in answer.handed.items()}
         if out:
             return out
-        layout = self.setup.layout(self.setup.width(one.total for one in step.samples))
-        for dp in range(self.setup.dp):
-            for number, mine in enumerate(dealt(self.setup, step, dp)):
+        setup = self.setup
+        for dp in range(setup.dp):
+            for number, mine in enumerate(dealt(setup, step, dp)):
                 pieces: dict[tuple[Rank, int], dict[int, IntArray]] = {
                     (replace(answer.rank, dp=0), chunk): layers
                     for answer in answers
@@ -181,6 +196,7 @@ class MegatronTrainer:
                     if microbatch == number
                 }
                 samples = [sample for _, sample in mine]
-                whole = layout.merge(pieces, lengths_of(samples))
+                lengths = lengths_of(samples) if setup.own_widths else [one.total for one in step.samples]
+                whole = setup.layout(setup.width(lengths)).merge(pieces, lengths_of(samples))
                 out |= {one.request_id: rows[:-1] for one, rows in zip(samples, whole, strict=True) if one is not None}
         return out

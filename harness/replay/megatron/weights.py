@@ -49,18 +49,24 @@ def gate_name(layer: int) -> str:
     return f"layers.{layer}.mlp.router.weight"
 
 
-def fill(part: Part, rank: int, size: int, number: int) -> None:
-    """Give a part of tensor ``rank`` of ``size`` the weights ``number``: 0 the first ones, n > 0 those plus noise seeded by n."""
+def fill(part: Part, rank: int, size: int, number: int, whole: Mapping[str, Any] | None = None) -> None:
+    """Give a part of tensor ``rank`` of ``size`` the weights ``number``: 0 the first ones, n > 0 those plus noise seeded by n.
+
+    ``whole`` are the undivided weights by name, where they come from a checkpoint.
+    """
     import torch
 
-    shape = list(part.tensor.shape)
+    if whole is not None:
+        values = whole[part.name]
+    else:
+        shape = list(part.tensor.shape)
+        if part.axis is not None:
+            shape[part.axis] *= size
+        values = torch.from_numpy(values_of(part.name, number, shape))
     if part.axis is not None:
-        shape[part.axis] *= size
-    values = values_of(part.name, number, shape)
-    if part.axis is not None:
-        values = np.split(values, size, axis=part.axis)[rank]
+        values = values.chunk(size, dim=part.axis)[rank]
     with torch.no_grad():
-        part.tensor.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        part.tensor.copy_(values)
 
 
 def values_of(name: str, number: int, shape: Sequence[int]) -> npt.NDArray[np.float32]:

@@ -17,9 +17,9 @@ from rollproof.replay.events import Action, Purpose, Step
 from rollproof.replay.layouts.mesh import Rank
 from rollproof.replay.megatron.batches import Batch, batches
 from rollproof.replay.megatron.codes import ReplayCode, replay_code
-from rollproof.replay.megatron.model import Chunks, build, configuration, parallel
+from rollproof.replay.megatron.model import Chunks, build, configuration, on_gpu, parallel
 from rollproof.replay.megatron.setups import Setup
-from rollproof.replay.megatron.standin import cpu_megatron
+from rollproof.replay.megatron.standin import cpu_megatron, gpu_megatron
 from rollproof.replay.spy import Spy, ids_of_map
 
 __all__ = ["Answer", "Job", "Run", "worker"]
@@ -32,7 +32,8 @@ class Job:
     """What every rank of a setup is asked for: a step, or (``step`` is ``None``) what is left of replay.
 
     ``episode`` names the model: another name, and it is made anew. It holds the weights ``number``, with ``nudges`` on the gates of
-    layers. ``in_place`` replays what this rank recorded last, instead of the samples' routes.
+    layers. ``in_place`` replays what this rank recorded last, instead of the samples' routes. Without ``watch`` no router is told of: token
+    ids need not be unique then.
     """
 
     setup: Setup
@@ -41,6 +42,7 @@ class Job:
     number: int = 0
     nudges: tuple[tuple[int, float], ...] = ()
     in_place: bool = False
+    watch: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,7 @@ class _Worker:
 
     def __call__(self, job: Job) -> Answer:
         if self._rank is None:
-            self._life.enter_context(cpu_megatron())
+            self._life.enter_context(gpu_megatron() if on_gpu() else cpu_megatron())
             self._rank = self._life.enter_context(parallel(job.setup))
             self._code = replay_code(job.setup)
         if job.step is None:
@@ -89,7 +91,7 @@ class _Worker:
         chunks = self._model(job, job.step)
         assert self._code is not None
         in_place = self._recorded if job.in_place else None
-        answer = Run(job.setup, job.step, self._rank, chunks, Spy(job.step, self._number), self._code, in_place).run()
+        answer = Run(job.setup, job.step, self._rank, chunks, Spy(job.step, self._number), self._code, in_place).run(watch=job.watch)
         self._recorded = answer.recorded or self._recorded
         return answer
 
@@ -130,10 +132,11 @@ class Run:
         self.batches: list[Batch] = batches(setup, step, rank)
         self._running: tuple[int, bool] = (0, True)  # microbatch, and whether it is in its forward pass
 
-    def run(self) -> Answer:
-        """The step, with the spy on every router's output."""
+    def run(self, *, watch: bool = True) -> Answer:
+        """The step, with the spy on every router's output unless nobody is to ``watch``."""
         done = False
-        hooks = [router.register_forward_hook(self._watch(layer)) for routers in self.chunks.routers for layer, router in routers.items()]
+        routers = [item for routers in self.chunks.routers for item in routers.items()] if watch else []
+        hooks = [router.register_forward_hook(self._watch(layer)) for layer, router in routers]
         try:
             self._schedule()
             done = True
@@ -145,7 +148,7 @@ class Run:
         if self.step.backward:
             for part in self.chunks.parts:
                 if part.tensor.grad is not None:
-                    self.answer.gradients[part.name] = (part.axis, part.tensor.grad.numpy().copy())
+                    self.answer.gradients[part.name] = (part.axis, part.tensor.grad.float().cpu().numpy().copy())
         return self.answer
 
     def _schedule(self) -> None:
@@ -177,7 +180,7 @@ class Run:
         armed = self.step.action is not Action.OFF
         if armed:
             self.code.before(self, number, chunk)
-        ids, positions, labels = (torch.from_numpy(array) for array in (batch.ids, batch.positions, batch.labels))
+        ids, positions, labels = (torch.from_numpy(array).to(self.chunks.device) for array in (batch.ids, batch.positions, batch.labels))
         with torch.set_grad_enabled(self.step.backward):
             output = model(ids, positions, None, labels=labels)
         self._running = (number, False)
@@ -192,9 +195,9 @@ class Run:
         """The sum over response tokens, their number (which nothing divides by), and what the schedule is to return."""
         import torch
 
-        mask = torch.from_numpy(batch.predicted >= 0)
+        mask = torch.from_numpy(batch.predicted >= 0).to(losses.device)
         if self.rank.tp == 0:  # tensor ranks hold the same losses
-            values = losses.detach().double().numpy()
+            values = losses.detach().double().cpu().numpy()
             for sample, place in zip(*np.nonzero(batch.predicted >= 0), strict=True):
                 self.answer.logprobs.append((batch.numbers[sample], int(batch.predicted[sample, place]), -float(values[sample, place])))
         total = (losses * mask).sum()
@@ -205,7 +208,7 @@ class Run:
 
         def told(_module: Any, _inputs: Any, output: Any) -> None:
             number, forward = self._running
-            chosen = ids_of_map(output[1].numpy(), self.setup.top_k)
+            chosen = ids_of_map(output[1].cpu().numpy(), self.setup.top_k)
             with ExitStack() as stack:
                 if not forward:
                     stack.enter_context(self.spy.recomputing())

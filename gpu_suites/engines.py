@@ -1,0 +1,146 @@
+"""Engines: released engines on a GPU, each in the settings that change how it computes or schedules, as targets of conformance."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+from packaging.version import Version
+
+from rollproof.engines.asks import EngineSettings
+from rollproof.engines.conformance import EngineTarget
+from rollproof.engines.experiments import Setting
+from rollproof.engines.targets import engine_target
+from rollproof.errors import UsageError
+from rollproof.gpu_suites.needs import installed, interpreter
+from rollproof.records import Scalar
+
+__all__ = ["EXPECTED", "VARIANTS", "Variant", "expected_of", "flavour_of", "gpu_target", "on_gpu", "surroundings"]
+
+_FLAVOURS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "vllm": (("0.30", "vllm-0.26"),),
+    "sglang": (("0.5.19", "sglang-0.5.17"),),
+}
+"""For each engine, (first release that is otherwise, flavour of those before it), ascending; later ones have the engine's own name."""
+
+_SURROUNDINGS: Mapping[str, Mapping[str, str]] = {
+    # FlashInfer is one more package that not every host has, and whose samplers are not what is judged here
+    "vllm": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"},
+    "sglang": {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"},
+}
+_IEEE = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
+"""float32 as a CPU has it: Triton's dot products round their operands to 10 bits (TF32) unless told otherwise."""
+
+_BASE: Mapping[str, Mapping[str, Scalar]] = {
+    "vllm": {"load": "reload", "attention_backend": "TRITON_ATTN", "moe_backend": "triton"},
+    "sglang": {"device": "cuda"},
+}
+"""What an engine is started with on every GPU, beside what the CPU runs have: weights are really loaded anew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """How an engine is set. ``extra`` are options by engine: an engine that is not among its keys has no such setting.
+
+    ``exact`` says that values may be held against an independent forward in float32.
+    """
+
+    name: str
+    about: str
+    extra: Mapping[str, Mapping[str, Scalar]] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
+    dtype: str = "float32"
+    prefix_cache: bool = True
+
+    @property
+    def exact(self) -> bool:
+        """Whether values are those of float32."""
+        return self.dtype == "float32"
+
+
+VARIANTS: Mapping[str, Variant] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            Variant(name="eager", about="no graphs; what the CPU runs judge, unchanged"),
+            Variant(
+                name="graphs",
+                about="CUDA graphs, and in vLLM compiled code",
+                extra={
+                    "vllm": {"enforce_eager": False, "max_cudagraph_capture_size": 8},
+                    "sglang": {"disable_cuda_graph": False, "cuda_graph_max_bs_decode": 8},
+                },
+            ),
+            Variant(name="no-prefix-cache", about="nothing is shared between calls", prefix_cache=False),
+            Variant(
+                name="no-overlap",
+                about="the next step is scheduled when the last one is done",
+                extra={"vllm": {"async_scheduling": False}, "sglang": {"disable_overlap_schedule": True}},
+            ),
+            Variant(name="bf16", about="bfloat16, as engines are used", dtype="bfloat16"),
+        )
+    }
+)
+"""Settings by name."""
+
+
+EXPECTED: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+"""What is known to fail: for a flavour, check and reason. Each is reproduced by hand in docs/track-record.md."""
+
+
+def expected_of(engine: str) -> Mapping[str, str]:
+    """What is known to fail in the release of an engine that is installed."""
+    return EXPECTED.get(flavour_of(engine, installed(engine).version or "0"), {})
+
+
+def flavour_of(engine: str, version: str) -> str:
+    """The declared conventions of a release."""
+    for first, flavour in _FLAVOURS.get(engine, ()):
+        if Version(version) < Version(first):
+            return flavour
+    return engine
+
+
+def surroundings(engine: str, dtype: str) -> dict[str, str]:
+    """Environment variables for an engine's process, where the caller has not set them."""
+    wanted = {**_SURROUNDINGS.get(engine, {}), **(_IEEE if dtype == "float32" else {})}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+@contextmanager
+def on_gpu(engine: str, dtype: str) -> Iterator[None]:
+    """While inside, processes that are started have the ``surroundings``."""
+    added = surroundings(engine, dtype)
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def gpu_target(engine: str, variant: str, folder: Path, *, model: str | Path | None = None, seed: int = 0) -> EngineTarget:
+    """The engine in that setting, with the experiments, models and oracle of its CPU run. ``folder`` takes the models.
+
+    Raises ``UsageError`` for a setting that the engine does not have, ``EngineStartError`` where it is not installed.
+    """
+    chosen = VARIANTS.get(variant)
+    if chosen is None or engine not in chosen.extra:
+        known = [one.name for one in VARIANTS.values() if engine in one.extra]
+        raise UsageError(f"{engine} has no setting {variant!r} on a GPU; choose among {known}.")
+    whole = engine_target(engine, model=model, folder=folder, seed=seed)
+    own: dict[str, Scalar] = {
+        **_BASE[engine],
+        "python": interpreter(engine),
+        "flavour": flavour_of(engine, installed(engine).version or "0"),
+        **chosen.extra[engine],
+    }
+    settings: dict[Setting, EngineSettings] = {
+        setting: replace(one, dtype=chosen.dtype, prefix_cache=chosen.prefix_cache, extra={**one.extra, **own})
+        for setting, one in whole.settings.items()
+    }
+    oracle = whole.oracle if chosen.exact else (lambda _engine, _checkpoints: None)
+    return replace(whole, name=f"{engine}-{variant}", settings=settings, oracle=oracle, lull=0.2, deadline=120.0)

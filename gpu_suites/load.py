@@ -1,0 +1,114 @@
+"""Load: many calls at once, aborted at random and resumed, while the weights change under them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+
+from rollproof.contract import KvPolicy, Provenance
+from rollproof.engine_terms import PauseMode
+from rollproof.engines.attribution import attributed
+from rollproof.engines.bench import Asked, Bench, Serving
+from rollproof.engines.conformance import EngineRun, EngineTarget, judged
+from rollproof.engines.experiments import Setting
+from rollproof.errors import EngineError
+from rollproof.records import FinishReason
+from rollproof.report import Report
+from rollproof.trace import Trace
+
+__all__ = ["Load", "judge_load", "run_load"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """``requests`` at once; each call is aborted with chance ``aborted`` at a random token; ``updates`` change the weights meanwhile."""
+
+    requests: int = 256
+    aborted: float = 0.4
+    updates: int = 3
+    longest_prompt: int = 60
+    longest_response: int = 48
+
+
+def judge_load(target: EngineTarget, load: Load | None = None, *, seed: int = 0) -> Report:
+    """Run the load on an engine of its own, with room for all calls, and judge what was recorded.
+
+    Raises ``EngineStartError`` where it does not start; where it dies on the way, that is judged.
+    """
+    began = time.perf_counter()
+    asked = load or Load()
+    settings = replace(target.settings[Setting.MAIN], max_batch=asked.requests, prefill_chunk=512)
+    run = EngineRun()
+
+    async def main() -> Trace:
+        engine = target.make(settings)
+        try:
+            await engine.start()
+            serving = Serving(version=settings.version, label=settings.label, checkpoints=target.checkpoints[Setting.MAIN])
+            bench = Bench(engine, "load", serving, seed=seed, deadline=target.deadline, lull=target.lull, max_batch=settings.max_batch)
+            try:
+                await run_load(bench, asked)
+            except EngineError as error:
+                bench.broken_off(f"load: {type(error).__name__}: {error}")
+                run.notes.append(f"load broke off: {str(error).splitlines()[0]}")
+            finally:
+                await bench.close()
+            oracle = target.oracle(engine, target.checkpoints[Setting.MAIN])
+            return attributed(bench.trace(target.name), oracle)
+        finally:
+            await engine.stop()
+
+    if target.virtual:
+        from rollproof.clock import run as on_virtual_clock
+
+        run.traces.append(on_virtual_clock(main))
+    else:
+        run.traces.append(asyncio.run(main()))
+    return judged(f"{target.name}, {asked.requests} calls at once", run, seed=seed, seconds=time.perf_counter() - began)
+
+
+async def run_load(bench: Bench, load: Load | None = None) -> None:
+    """The experiment: clients that send, abort and resume; a trainer that pauses, updates and resumes the engine."""
+    asked = load or Load()
+    bench.kv_policy = KvPolicy.RECOMPUTE
+    bench.provenance = Provenance.LATEST_PREFILL
+    done = 0
+    moved = asyncio.Event()
+
+    async def client() -> None:
+        nonlocal done
+        prompt = bench.prompt(int(bench.draw.integers(1, asked.longest_prompt)))
+        budget = int(bench.draw.integers(1, asked.longest_response))
+        call = bench.ask(prompt, budget)
+        while True:
+            if bench.draw.random() < asked.aborted:
+                await call.sampled(int(bench.draw.integers(0, budget + 1)))
+                if not call.done:
+                    await bench.abort(call)
+            await bench.ended(call)
+            left = _left(call)
+            if not left:
+                break
+            call = bench.go_on(call, left, offset=False)
+        await bench.finish(call)
+        done += 1
+        moved.set()
+
+    async def trainer() -> None:
+        for number in range(asked.updates):
+            while done < asked.requests * (number + 1) // (asked.updates + 2):
+                moved.clear()
+                await moved.wait()
+            await bench.pause(PauseMode.ABORT, clear_cache=True)
+            await bench.update(bench.serving.other(), clear_cache=True)
+            await bench.resume()
+
+    await asyncio.gather(trainer(), *(client() for _ in range(asked.requests)))
+
+
+def _left(call: Asked) -> int:
+    """Tokens that are left of an aborted call's budget; 0 where it ended by itself."""
+    if call.refused is not None or not call.outputs or call.outputs[0].finish_reason is not FinishReason.ABORT:
+        return 0
+    return call.query.max_tokens - len(call.outputs[0].token_ids)

@@ -1,0 +1,123 @@
+"""Reporting: what a session of the GPU suites found, as one JSON file and one page, with the machine it was found on.
+
+The JSON is small enough to be kept with a repository: conformance reports without their findings' witnesses, gap panels without
+pictures. ``docs/runs`` holds such files.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rollproof.files import write_atomically
+from rollproof.report import Report
+
+__all__ = ["RUN_SCHEMA", "RunReport", "page_text", "short_report"]
+
+RUN_SCHEMA = 1
+_FINDINGS = 3
+"""Findings of a check that are kept."""
+
+
+class RunReport:
+    """Gathers the results of a session; ``write`` puts them into a folder. ``machine`` is ``hardware.described()``."""
+
+    def __init__(self, machine: Mapping[str, Any]) -> None:
+        self._began = time.time()
+        self._seconds = time.perf_counter()
+        self._machine = dict(machine)
+        self._suites: list[dict[str, Any]] = []
+        self._cells: list[dict[str, Any]] = []
+        self._notes: list[str] = []
+        self._own = 0.0
+
+    def suite(self, kind: str, report: Report, **more: Any) -> None:
+        """A conformance report: of an ``engine`` or of a ``trainer``; ``more`` is told beside it (settings, versions)."""
+        self._suites.append({"kind": kind, **short_report(report), **more})
+
+    def cell(self, cell: Mapping[str, Any]) -> None:
+        """A cell of the gap matrix."""
+        self._cells.append(dict(cell))
+
+    def note(self, text: str) -> None:
+        """What could not be run and why, or what a reader must know."""
+        self._notes.append(text)
+
+    def ours(self, seconds: float) -> None:
+        """Seconds that were spent in rollproof's own code, not in engines, trainers or models."""
+        self._own += seconds
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was gathered."""
+        return not (self._suites or self._cells)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, schema 1: keys may be added."""
+        return {
+            "schema": RUN_SCHEMA,
+            "began": time.strftime("%Y-%m-%d", time.gmtime(self._began)),
+            "seconds": round(time.perf_counter() - self._seconds, 1),
+            "seconds_ours": round(self._own, 1),
+            "machine": self._machine,
+            "suites": self._suites,
+            "gap": self._cells,
+            "notes": self._notes,
+        }
+
+    def write(self, folder: Path, name: str = "run") -> list[Path]:
+        """Write ``NAME.json``, and ``NAME.html`` where jinja2 is installed; returns the paths. Raises ``UsageError``."""
+        data = self.to_dict()
+        text = folder / f"{name}.json"
+        write_atomically(text, json.dumps(data, indent=1) + "\n")
+        try:
+            page = page_text(data)
+        except ImportError:
+            return [text]
+        write_atomically(text.with_suffix(".html"), page)
+        return [text, text.with_suffix(".html")]
+
+
+def short_report(report: Report) -> dict[str, Any]:
+    """A conformance report as a run keeps it: every verdict, and of what fails the first findings."""
+    whole = report.to_dict()
+    checks = {}
+    for check in whole["checks"]:
+        told: dict[str, Any] = {"verdict": check["verdict"]}
+        if check["verdict"] in ("fail", "unknown", "not applicable") and check["reason"]:
+            told["reason"] = check["reason"]
+        if check["findings"]:
+            told["findings"] = [
+                {key: finding[key] for key in ("title", "where", "expected", "observed")} for finding in check["findings"][:_FINDINGS]
+            ]
+            told["count"] = len(check["findings"])
+        checks[check["id"]] = told
+    canary = whole.get("canary") or {}
+    return {
+        "subject": whole["subject"],
+        "summary": whole["summary"],
+        "seconds": round(report.seconds, 1),
+        "expected": dict(report.expected),
+        "exercised": whole["exercised"],
+        "canary": canary.get("red"),
+        "notes": list(report.notes),
+        "checks": checks,
+    }
+
+
+def page_text(data: Mapping[str, Any]) -> str:
+    """The HTML page of ``RunReport.to_dict``. Raises ``ImportError`` where jinja2 is not installed."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = _number
+    template = environment.from_string(resources.files("rollproof.gpu_suites").joinpath("run.html").read_text(encoding="utf-8"))
+    return template.render(run=data)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"

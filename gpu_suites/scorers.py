@@ -1,0 +1,110 @@
+"""Scorers: trainers that score finished samples, natively routed or with given routes; here models of HF transformers on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from rollproof.errors import EngineError
+from rollproof.gpu_suites.rollouts import Unit
+from rollproof.records import IntArray, LogprobArray
+
+__all__ = ["HfScorer", "Routes", "Scored", "Scorer"]
+
+Routes: TypeAlias = "Sequence[IntArray] | None"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scored:
+    """What a trainer made of units, in their order.
+
+    ``logprobs`` are ``(end - start,)`` each, ``routes`` ``(tokens - 1, layers with a router, top_k)``: what its routers executed.
+    """
+
+    logprobs: tuple[LogprobArray, ...]
+    routes: tuple[IntArray, ...]
+
+
+class Scorer(Protocol):
+    """A trainer. ``routes`` hold ``(tokens - 1, layers, top_k)`` for each unit to be replayed; ``None``: routers choose by themselves.
+
+    ``other`` asks for another division into microbatches, as the update of a policy has another one than its old-logprob pass.
+    """
+
+    name: str
+    dtype: str
+
+    def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored: ...
+    def close(self) -> None: ...
+
+
+class HfScorer:
+    """A model of HF transformers for each of ``checkpoints`` (folders by version), on ``device``; no gradient is taken.
+
+    ``batch`` samples of similar length make a microbatch, padded on the right.
+    """
+
+    def __init__(self, checkpoints: Mapping[str, Path], dtype: str = "bfloat16", *, device: str = "cuda", batch: int = 16) -> None:
+        self.name: str = "hf"
+        self.dtype: str = dtype
+        self._checkpoints, self._device, self._batch = dict(checkpoints), device, batch
+        self._models: dict[str, Any] = {}
+
+    def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
+        """See ``Scorer``. Raises ``EngineError`` where transformers cannot load a checkpoint, and what ``hf_replay`` raises."""
+        logprobs: list[LogprobArray | None] = [None] * len(units)
+        executed: list[IntArray | None] = [None] * len(units)
+        size = max(1, self._batch // 4) if other else self._batch
+        for version in dict.fromkeys(unit.version for unit in units):
+            mine = sorted((i for i, unit in enumerate(units) if unit.version == version), key=lambda i: len(units[i].ids))
+            for begin in range(0, len(mine), size):
+                numbers = mine[begin : begin + size]
+                found = self._pass(version, [units[i] for i in numbers], None if routes is None else [routes[i] for i in numbers])
+                for place, number in enumerate(numbers):
+                    logprobs[number], executed[number] = found[place]
+        return Scored(logprobs=tuple(one for one in logprobs if one is not None), routes=tuple(one for one in executed if one is not None))
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        import torch
+
+        self._models.clear()
+        if self._device.startswith("cuda"):
+            torch.cuda.empty_cache()
+
+    def _pass(self, version: str, units: Sequence[Unit], routes: Routes) -> list[tuple[LogprobArray, IntArray]]:
+        import torch
+
+        from rollproof.replay.hf import batch_routes, hf_record, hf_replay
+
+        model = self._model(version)
+        width = max(len(unit.ids) for unit in units)
+        ids = torch.zeros((len(units), width), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, unit in enumerate(units):
+            ids[row, : len(unit.ids)] = torch.tensor(unit.ids)
+            mask[row, : len(unit.ids)] = 1
+        placed = None if routes is None else torch.from_numpy(batch_routes(routes, mask)).to(self._device)
+        with torch.no_grad(), hf_record(model) if placed is None else hf_replay(model, placed) as entered:
+            logits = model(ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False).logits.float()
+        laws = torch.log_softmax(logits[:, :-1], -1)
+        own = laws.gather(2, ids[:, 1:, None].to(self._device))[..., 0].double().cpu().numpy()
+        used: Sequence[IntArray] = routes or entered.routes.unflatten(0, (len(units), width)).numpy()
+        return [(own[row, unit.start - 1 : unit.end - 1], np.array(used[row][: len(unit.ids) - 1])) for row, unit in enumerate(units)]
+
+    def _model(self, version: str) -> Any:
+        if version not in self._models:
+            import torch
+            from transformers import AutoModelForCausalLM
+
+            path = self._checkpoints[version]
+            try:
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, self.dtype), local_files_only=True)
+            except (OSError, ValueError, KeyError) as error:
+                raise EngineError(f"transformers cannot load {path}: {error}.") from error
+            self._models[version] = model.to(self._device).eval()
+        return self._models[version]
