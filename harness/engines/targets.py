@@ -68,7 +68,7 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
         "sglang": RealEngine(
             adapter="rollproof.engines.sglang:SglangEngine",
             packages=("sglang", "torch", "transformers"),
-            about="Engine; where the KV cache is short, on a model with two KV pools, its weights from tensors, streams in parts, raw logprobs",
+            about="Engine; where the KV cache is short: a model with two KV pools, weights from tensors, streams in parts, raw logprobs",
             families=("olmoe", "mixtral", "afmoe", "deepseek_v3", "qwen3_next"),
             crowded="mellum",
             other_logprobs="raw",
