@@ -1,59 +1,152 @@
 """Scoring a head: microseconds a token and error, ours beside what else there is; on the GPU where there is one.
 
-    python benchmarks/gap_scoring.py [--tokens 8192] [--width 2048] [--vocabulary 151936]
+    python benchmarks/gap_scoring.py [--tokens 8192] [--width 2048] [--vocabulary 151936] [--only NAME...]
 
-The reference is the float64 softmax of the float32 product of the bf16 operands, on a sample of the tokens.
+All rows of a table are of one run and get the same operands. Peers that this host lacks, or that do not run on it, are told as such.
+The reference is the float64 softmax of the float64 product of the operands, on a sample of the tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from rollproof.gap.scoring import head_kl, score
 
-
-def peers(hidden: Any, head: Any, tokens: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Name and function of every way to score that is installed; each returns logprobs ``(tokens,)``."""
-    yield "matrix product alone", lambda: chunked(hidden, head, lambda z, _: z[:, 0].float(), tokens)
-    yield "rollproof", lambda: score(hidden, head, tokens).logprob
-    yield "naive log_softmax, bf16 logits", lambda: torch.log_softmax((hidden @ head.t()).float(), -1).gather(1, tokens[:, None])[:, 0]
-    if hidden.is_cuda:
-        compiled = torch.compile(lambda z, t: z.gather(1, t[:, None])[:, 0] - torch.logsumexp(z, 1))
-        yield "chunked fp32 product, torch.compile", lambda: chunked(hidden, head, compiled, tokens, fp32=True)
-    with suppress(ImportError):
-        from cut_cross_entropy import linear_cross_entropy
-
-        yield "cut-cross-entropy", lambda: -linear_cross_entropy(hidden, head, tokens, reduction="none")
-    with suppress(ImportError):
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
-
-        yield "Liger fused linear", lambda: -Liger.apply(hidden, head, tokens, None, None, -100, 0.0, 0.0, "none")[0]
+Way = Callable[[Any, Any, Any], Any]
+"""From hidden states ``(tokens, width)``, head ``(vocabulary, width)`` and ids ``(tokens,)`` to logprobs ``(tokens,)``."""
 
 
-def chunked(hidden: Any, head: Any, reduce: Callable[[Any, Any], Any], tokens: Any, *, fp32: bool = False) -> Any:
+def chunked(reduce: Callable[[Any, Any], Any], *, fp32: bool = False) -> Way:
     """Blocks of 1,024 tokens over the whole vocabulary."""
-    out = []
-    for begin in range(0, len(hidden), 1024):
-        part = hidden[begin : begin + 1024]
-        logits = torch.mm(part, head.t(), out_dtype=torch.float32) if fp32 else part @ head.t()
-        out.append(reduce(logits, tokens[begin : begin + 1024]))
-    return torch.cat(out)
+
+    def way(hidden: Any, head: Any, tokens: Any) -> Any:
+        out = []
+        exact = fp32 and hidden.is_cuda
+        for begin in range(0, len(hidden), 1024):
+            part = hidden[begin : begin + 1024]
+            logits = torch.mm(part, head.t(), out_dtype=torch.float32) if exact else part @ head.t()
+            out.append(reduce(logits, tokens[begin : begin + 1024]))
+        return torch.cat(out)
+
+    return way
 
 
-def timed(call: Callable[[], Any], runs: int) -> tuple[float, float, Any]:
-    """Median seconds, peak GiB beside the operands, and the result."""
-    sync = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    for _ in range(3 if torch.cuda.is_available() else 1):
+def product() -> Way:
+    return chunked(lambda z, _: z[:, 0].float())
+
+
+def ours() -> Way:
+    return lambda hidden, head, tokens: score(hidden, head, tokens).logprob
+
+
+def naive() -> Way:
+    return lambda hidden, head, tokens: torch.log_softmax((hidden @ head.t()).float(), -1).gather(1, tokens[:, None])[:, 0]
+
+
+def _picked(z: Any, t: Any) -> Any:
+    return z.gather(1, t[:, None])[:, 0] - torch.logsumexp(z, 1)
+
+
+def chunks_fp32() -> Way:
+    return chunked(_picked, fp32=True)
+
+
+def compiled() -> Way:
+    return chunked(torch.compile(_picked), fp32=True)
+
+
+def cut_cross_entropy() -> Way:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return lambda hidden, head, tokens: -linear_cross_entropy(hidden, head, tokens, reduction="none")
+
+
+def liger() -> Way:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
+
+    return lambda hidden, head, tokens: -Function.apply(hidden, head, tokens, None, None, -100, 0.0, 0.0, "none")[0]
+
+
+def liger_scaled() -> Way:
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction as Function
+
+    return lambda hidden, head, tokens: -_first(Function.apply(hidden, head, tokens))
+
+
+def flash_attention() -> Way:
+    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+    return lambda hidden, head, tokens: -cross_entropy_loss(hidden @ head.t(), tokens)[0]
+
+
+def trl_selective() -> Way:
+    from trl.kernels import selective_log_softmax_and_entropy
+
+    return lambda hidden, head, tokens: selective_log_softmax_and_entropy((hidden @ head.t())[None], tokens[None])[0][0]
+
+
+def trl_chunked() -> Way:
+    from trl.kernels import ChunkedLogProbFunction
+
+    return lambda hidden, head, tokens: ChunkedLogProbFunction.apply(hidden, head, None, tokens, 1.0, 8192, None, 1.0, ())[0]
+
+
+def verl_torch() -> Way:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPOFunction
+
+    return lambda hidden, head, tokens: FusedLinearForPPOFunction.apply(hidden, head, tokens, 1.0, 512)[0]
+
+
+def verl_triton() -> Way:
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    return lambda hidden, head, tokens: linear_cross_entropy(hidden, head, tokens, 1.0, "none")[0]
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+WAYS: Mapping[str, tuple[str, Callable[[], Way]]] = {
+    "matrix product alone": ("torch", product),
+    "rollproof": ("rollproof", ours),
+    "naive log_softmax, float of bf16 logits": ("torch", naive),
+    "chunked fp32 product, logsumexp": ("torch", chunks_fp32),
+    "chunked fp32 product, torch.compile": ("torch", compiled),
+    "cut-cross-entropy": ("cut-cross-entropy", cut_cross_entropy),
+    "Liger fused linear": ("liger-kernel", liger),
+    "Liger fused scaled (CuTe DSL)": ("liger-kernel", liger_scaled),
+    "flash-attn cross entropy": ("flash-attn", flash_attention),
+    "TRL selective_log_softmax (triton)": ("trl", trl_selective),
+    "TRL ChunkedLogProbFunction": ("trl", trl_chunked),
+    "verl FusedLinearForPPO": ("verl", verl_torch),
+    "verl linear_cross_entropy (triton)": ("verl", verl_triton),
+}
+"""Ways to score, each with the distribution that it is of."""
+
+
+def version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def timed(call: Callable[[], Any], runs: int) -> tuple[float, float, float, Any]:
+    """Median and least seconds, peak GiB beside the operands, and the result."""
+    gpu = torch.cuda.is_available()
+    sync = torch.cuda.synchronize if gpu else (lambda: None)
+    for _ in range(3 if gpu else 1):
         result = call()
     sync()
-    base = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-    if torch.cuda.is_available():
+    base = torch.cuda.memory_allocated() if gpu else 0
+    if gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(runs):
@@ -61,8 +154,23 @@ def timed(call: Callable[[], Any], runs: int) -> tuple[float, float, Any]:
         result = call()
         sync()
         seconds.append(time.perf_counter() - begun)
-    peak = (torch.cuda.max_memory_allocated() - base) / 2**30 if torch.cuda.is_available() else 0.0
-    return sorted(seconds)[len(seconds) // 2], peak, result
+    peak = (torch.cuda.max_memory_allocated() - base) / 2**30 if gpu else 0.0
+    return sorted(seconds)[len(seconds) // 2], min(seconds), peak, result
+
+
+def row(name: str, call: Callable[[], Any], expected: Any, options: argparse.Namespace) -> None:
+    """Time one way and print its line; ``expected`` is the reference of the first tokens, ``None`` where there is none."""
+    try:
+        with torch.no_grad():
+            seconds, least, peak, result = timed(call, options.runs)
+    except Exception as error:  # noqa: BLE001 - a peer that does not run here is told, and the others still are
+        first = str(error).strip().splitlines()
+        print(f"{name:48} did not run: {type(error).__name__}: {first[0][:100] if first else ''}", flush=True)
+        return
+    wrong = None if expected is None else (result[: len(expected)].double() - expected).abs()
+    errors = "" if wrong is None else f"{wrong.mean():11.2e} {wrong.max():10.2e}"
+    each = 1e6 / options.tokens
+    print(f"{name:48} {seconds * each:9.3f} {least * each:9.3f} {peak:6.2f} {errors}", flush=True)
 
 
 def main() -> None:
@@ -72,39 +180,38 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048 if gpu else 256)
     parser.add_argument("--vocabulary", type=int, default=151_936 if gpu else 20_000)
     parser.add_argument("--spread", type=float, default=2.0, help="standard deviation of the logits")
-    parser.add_argument("--runs", type=int, default=20 if gpu else 3)
+    parser.add_argument("--runs", type=int, default=30 if gpu else 3)
+    parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
     options = parser.parse_args()
-    device = "cuda" if gpu else "cpu"
+    device, kind = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     torch.manual_seed(0)
-    kind = torch.bfloat16 if gpu else torch.float32
     hidden = torch.randn(options.tokens, options.width, device=device).to(kind)
     head = (torch.randn(options.vocabulary, options.width, device=device) * (options.spread / options.width**0.5)).to(kind)
     tokens = torch.randint(options.vocabulary, (options.tokens,), device=device)
     sample = slice(0, 128)
     exact = hidden[sample].double() @ head.double().t()
-    reference = torch.log_softmax(exact, -1).gather(1, tokens[sample, None])[:, 0]
-    print(f"{torch.cuda.get_device_name() if gpu else 'CPU'}, torch {torch.__version__}: {options.tokens} tokens, width {options.width},"
-          f" vocabulary {options.vocabulary}, {kind}")  # fmt: skip
-    print(f"{'way':40} {'us/token':>9} {'GiB':>6} {'mean error':>11} {'max error':>10}")
-    for name, call in peers(hidden, head, tokens):
-        try:
-            seconds, peak, result = timed(call, options.runs)
-        except Exception as error:  # noqa: BLE001 - a peer that does not run here is told, and the others still are
-            print(f"{name:40} did not run: {str(error)[:80]}")
+    law = torch.log_softmax(exact, -1)
+    reference = law.gather(1, tokens[sample, None])[:, 0]
+    where = torch.cuda.get_device_name() if gpu else "CPU"
+    print(f"{where}, torch {torch.__version__}: {options.tokens} tokens, width {options.width}, vocabulary {options.vocabulary}, {kind}")
+    print(f"{'way':48} {'us/token':>9} {'least':>9} {'GiB':>6} {'mean error':>11} {'max error':>10}")
+    for name, (distribution, maker) in WAYS.items():
+        if name not in options.only:
             continue
-        wrong = (result[sample].double() - reference).abs()
-        errors = "" if name == "matrix product alone" else f"{wrong.mean():11.2e} {wrong.max():10.2e}"
-        print(f"{name:40} {seconds / options.tokens * 1e6:9.3f} {peak:6.2f} {errors}")
-    law = torch.softmax(exact, -1)
-    entropy = -(law * law.log()).sum(-1)
-    print(f"entropy of ours: mean error {(score(hidden[sample], head, tokens[sample]).entropy.double() - entropy).abs().mean():.2e}")
+        told = f"{name} {version_of(distribution) if distribution not in ('torch', 'rollproof') else ''}".strip()
+        try:
+            way = maker()
+        except ImportError as error:
+            print(f"{told:48} absent: {error}", flush=True)
+            continue
+        row(told, lambda way=way: way(hidden, head, tokens), None if maker is product else reference, options)
+    scores = score(hidden[sample], head, tokens[sample])
+    entropy = -(law.exp() * law).sum(-1)
+    print(f"entropy of ours: mean error {(scores.entropy.double() - entropy).abs().mean():.2e}")
     other = (hidden.float() * 1.01).to(kind)
-    seconds, peak, result = timed(lambda: head_kl(hidden, head, other, head), options.runs)
     second = torch.log_softmax(other[sample].double() @ head.double().t(), -1)
-    expected = (law * (law.log() - second)).sum(-1)
-    wrong = (result[sample].double() - expected).abs()
-    errors = f"{wrong.mean():11.2e} {wrong.max():10.2e}"
-    print(f"{'full-vocabulary KL of two heads':40} {seconds / options.tokens * 1e6:9.3f} {peak:6.2f} {errors}")
+    kl = (law.exp() * (law - second)).sum(-1)
+    row("full-vocabulary KL of two heads", lambda: head_kl(hidden, head, other, head), kl, options)
 
 
 if __name__ == "__main__":

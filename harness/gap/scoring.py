@@ -103,8 +103,10 @@ def _check(hidden: Any, head: Any, tokens: Any, temperature: float, first: int, 
         raise GapError(f"temperature must be a positive number, not {temperature!r}; a greedy sampler has no logprobs to compare.")
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise GapError(f"tokens must be integer ids, not {tokens.dtype}.")
-    if not sharded and len(tokens) and (int(tokens.min()) < first or int(tokens.max()) >= first + head.shape[0]):
-        raise GapError(f"tokens hold ids from {int(tokens.min())} to {int(tokens.max())}, outside of a head of {head.shape[0]} entries.")
+    if not sharded and len(tokens):
+        least, most = torch.stack(torch.aminmax(tokens)).tolist()  # one wait for a GPU, not two
+        if least < first or most >= first + head.shape[0]:
+            raise GapError(f"tokens hold ids from {least} to {most}, outside of a head of {head.shape[0]} entries.")
 
 
 def _blocks(hidden: Any, head: Any, scale: float) -> Iterator[tuple[slice, slice, Any]]:

@@ -21,6 +21,8 @@ _ROWS, _COLUMNS, _DEPTH = 128, 256, 64
 _NARROW = 128
 """Columns of a tile where two products are held at once."""
 _PIECE = 1024
+_FOLDED = 32
+"""Rows, and tiles at a time, of the kernel that folds what the tiles left."""
 
 
 @triton.jit
@@ -64,6 +66,26 @@ def _states(a, b, own, out, picked, n, entries, scale, WIDTH: tl.constexpr, PIEC
 
 
 @triton.jit
+def _fold(out, result, n, tiles, BR: tl.constexpr, BT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    top = tl.full((BR,), -float("inf"), tl.float32)
+    total, weighted = tl.zeros((BR,), tl.float32), tl.zeros((BR,), tl.float32)
+    for first in range(0, tiles, BT):
+        tile = first + tl.arange(0, BT)
+        inside = (tile[:, None] < tiles) & (rows[None, :] < n)
+        line = out + tile[:, None].to(tl.int64) * 3 * n + rows[None, :]
+        tops = tl.load(line, mask=inside, other=-float("inf"))
+        higher = tl.maximum(top, tl.max(tops, 0))
+        keep, before = tl.exp(tops - higher[None, :]), tl.exp(top - higher)
+        total = total * before + tl.sum(tl.load(line + n, mask=inside, other=0.0) * keep, 0)
+        weighted = weighted * before + tl.sum(tl.load(line + 2 * n, mask=inside, other=0.0) * keep, 0)
+        top = higher
+    tl.store(result + rows, top, mask=rows < n)
+    tl.store(result + n + rows, total, mask=rows < n)
+    tl.store(result + 2 * n + rows, weighted, mask=rows < n)
+
+
+@triton.jit
 def _kl(a, b, other_a, other_b, out, n, entries, scale, WIDTH: tl.constexpr, OTHER: tl.constexpr,  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr):  # fmt: skip
     row_tiles, column_tiles = tl.cdiv(n, BM), tl.cdiv(entries, BN)
@@ -102,15 +124,15 @@ def states(hidden: Any, head: Any, own: Any, scale: float) -> Any:
     """``(4, n)`` float32: maximum, sum of exp, sum of logit x exp, and the own token's logit (0 where it is not in this head)."""
     n, entries, tiles = hidden.shape[0], head.shape[0], triton.cdiv(head.shape[0], _COLUMNS)
     out = torch.empty((tiles, 3, n), dtype=torch.float32, device=hidden.device)
-    picked = torch.zeros(n, dtype=torch.float32, device=hidden.device)
+    result = torch.zeros((4, n), dtype=torch.float32, device=hidden.device)
     operands = (_tiles(hidden, _ROWS), _tiles(head, _COLUMNS), own.to(torch.int32))
     width = hidden.shape[1]
     sizes = _sizes(hidden, columns=_COLUMNS, group=16, stages=3)
     launch: Any = _states  # a kernel is subscripted with its grid
-    launch[(sizes["PROGRAMS"],)](*operands, out, picked, n, entries, scale, WIDTH=width, PIECE=min(_PIECE, width), **sizes)
-    top = out[:, 0].amax(dim=0)
-    keep = (out[:, 0] - top).exp_()
-    return torch.stack([top, (out[:, 1] * keep).sum(dim=0), (out[:, 2] * keep).sum(dim=0), picked])
+    launch[(sizes["PROGRAMS"],)](*operands, out, result[3], n, entries, scale, WIDTH=width, PIECE=min(_PIECE, width), **sizes)
+    fold: Any = _fold
+    fold[(triton.cdiv(n, _FOLDED),)](out, result, n, tiles, BR=_FOLDED, BT=_FOLDED)
+    return result
 
 
 def head_kl(hidden: Any, head: Any, other_hidden: Any, other_head: Any, scale: float) -> Any:
