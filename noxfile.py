@@ -142,7 +142,7 @@ def engines(session: nox.Session, engine: str) -> None:
             session.run("python", "-m", "pip", "uninstall", "-y", package)
         shutil.copy(requirements, marker)
     install(session, "test")
-    tests = [f"tests/engines/test_{engine}.py", "tests/fakes/test_tiny_models.py"]
+    tests = [*map(str, sorted(ROOT.glob(f"tests/engines/test_{engine}*.py"))), "tests/fakes/test_tiny_models.py"]
     session.run("pytest", "-o", "faulthandler_timeout=0", *(session.posargs or ["-v", *tests]))  # a start takes minutes
 
 

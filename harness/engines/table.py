@@ -1,8 +1,9 @@
 """Table: judges a real engine on the models that it runs, and keeps the verdicts in a file.
 
 ``python -m rollproof.engines.table ENGINE FILE [ROW ...]``, such as ``vllm docs/engine_results/vllm.json``. Rows that are named are run
-anew, the others stay; without names all of the engine's are run. A row is named by the target and, where it is not the target's own models,
-the family: ``vllm``, ``vllm-offline``, ``vllm-offline olmoe``. A row that does not start is in the file, with the reason.
+anew, the others stay; without names all of the engine's are run. A row is named by the target and, where it is not the target's own models
+in float32, by the family or the dtype: ``vllm``, ``vllm bfloat16``, ``vllm-offline olmoe``. A row that does not start is in the file, with
+the reason.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ from rollproof.progress import Progress
 
 __all__ = ["main", "row_names", "run_row"]
 
+_DTYPE = "bfloat16"
+"""The dtype in which engines are judged beside float32."""
+
 
 def row_names(engine: str) -> list[str]:
     """The rows of an engine's table. Raises ``UsageError`` for a name that is no real engine."""
     targets = [name for name in REAL if name == engine or name.startswith(f"{engine}-")]
     if not targets:
         raise UsageError(f"No real engine is named {engine!r}; choose among {list(REAL)}.")
-    return [*targets, *(f"{name} {family}" for name in targets for family in REAL[name].families)]
+    return [*targets, f"{engine} {_DTYPE}", *(f"{name} {family}" for name in targets for family in REAL[name].families)]
 
 
 def run_row(name: str) -> dict[str, Any]:
     """Run one row and return what it found, JSON-ready. Raises ``UsageError`` for a name that does not exist."""
-    engine, _, family = name.partition(" ")
+    engine, _, other = name.partition(" ")
+    dtype, family = (other, None) if other == _DTYPE else ("float32", other or None)
     with tempfile.TemporaryDirectory(prefix="rollproof-models-") as folder:
-        target = engine_target(engine, model=None, family=family or None, folder=Path(folder), progress=_told)
+        target = engine_target(engine, model=None, folder=Path(folder), family=family, dtype=dtype, progress=_told)
         try:
             run = run_experiments(target, progress=_told)
         except EngineStartError as error:

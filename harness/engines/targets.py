@@ -92,16 +92,21 @@ def engine_target(
     model: str | Path | None,
     folder: Path,
     family: str | None = None,
+    dtype: str = "float32",
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> EngineTarget:
     """The engine of that name. ``folder`` takes the tiny models that are made for it: of ``family``, or of the engine's own.
 
+    In another ``dtype`` than float32 no two forwards agree closely enough for a value to be judged by itself: there is no oracle then, and
+    ``rollproof.engines.rollout_gap`` says what is between them.
+
     Raises ``UsageError`` listing the names where there is none, and where ``model`` is no checkpoint of a MoE model.
     """
     if name in REAL:
         engine = REAL[name] if family is None else replace(REAL[name], main=family, crowded=family)
-        return _real_target(name, engine, model, folder, seed, progress)
+        target = _real_target(name, engine, model, folder, seed, progress)
+        return target if dtype == "float32" else _in_dtype(target, dtype)
     flavour = name.removeprefix(_FAKE)
     if name.startswith(_FAKE) and flavour in FLAVOURS:
         if model is not None:
@@ -167,6 +172,11 @@ def _real_target(
         settings=settings,
         checkpoints=checkpoints,
     )
+
+
+def _in_dtype(target: EngineTarget, dtype: str) -> EngineTarget:
+    settings = {setting: replace(one, dtype=dtype) for setting, one in target.settings.items()}
+    return replace(target, settings=settings, oracle=lambda _engine, _checkpoints: None, about=f"{target.about}; in {dtype}")
 
 
 def _checkpoints(

@@ -42,11 +42,11 @@ def test_rows_are_put_beside_those_that_are_there(tmp_path: Path) -> None:
     assert ["numpy"] == list(held["versions"])
 
 
-def test_the_rows_of_an_engine_are_its_targets_and_families() -> None:
-    """Each target by its name, then each family that a target lists; an engine that does not exist is refused."""
+def test_the_rows_of_an_engine_are_its_targets_families_and_dtypes() -> None:
+    """Each target by its name, then the engine in bfloat16 and each family that a target lists; one that does not exist is refused."""
     names = table.row_names("vllm")
-    assert ["vllm", "vllm-offline"] == names[:2]
-    assert {f"vllm-offline {family}" for family in REAL["vllm-offline"].families} == set(names[2:])
+    assert ["vllm", "vllm-offline", "vllm bfloat16"] == names[:3]
+    assert {f"vllm-offline {family}" for family in REAL["vllm-offline"].families} == set(names[3:])
     with pytest.raises(UsageError, match="choose among"):
         table.row_names("fake-vllm")
 

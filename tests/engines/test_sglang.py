@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,23 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is not installed here (`nox -s engines` installs it)", exc_type=ImportError)
 
 from rollproof.checks import Verdict
+from rollproof.contract import Logprobs
 from rollproof.engine_terms import PauseMode, StreamMode
 from rollproof.engines.asks import EngineSettings, Query, WeightUpdate
+from rollproof.engines.attribution import attributed
+from rollproof.engines.bench import Bench, Serving
 from rollproof.engines.calibration import differences
 from rollproof.engines.conformance import EngineRun, judged, run_experiments
-from rollproof.engines.sglang import SglangEngine
+from rollproof.engines.reference import ReferenceModel
+from rollproof.engines.sglang import SglangEngine, incremental
 from rollproof.engines.targets import engine_target, fake_target
 from rollproof.errors import EngineDied, EngineRefused, EngineStartError, UsageError
+from rollproof.fakes.engine_subject import FakeEngineSubject
+from rollproof.fakes.flavours import FLAVOURS
 from rollproof.fakes.tiny_models import make_pair
-from rollproof.records import EngineOutput, FinishReason
+from rollproof.records import EngineOutput, FinishReason, LogprobArray
 from rollproof.report import Report
-from rollproof.trace import Call, Reference, Reply
+from rollproof.trace import Call, Reference, Reply, Trace
 from tests.support.leftovers import leftovers
 
 EXPECTED = {
@@ -36,6 +43,8 @@ EXPECTED = {
 }
 FAULTY = {"parked", "refusals"}
 """The experiments in which they show."""
+STALE = {"weights.no-stale-cache", "routes.prefix-cache", "engine.routes", "engine.logprobs"}
+"""What a stale prefix cache breaks."""
 pytestmark = pytest.mark.filterwarnings("ignore")  # what SGLang and its parts warn of is not ours
 
 
@@ -74,7 +83,12 @@ def test_what_the_run_is_for_came_about(report: Report) -> None:
 
 def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
     """In every experiment the fake shows the facts that the real engine shows, but for those where the real engine is at fault."""
-    found = differences(run_experiments(fake_target("sglang")).traces, run.traces)
+    crowded = replace(incremental(FLAVOURS["sglang"]), logprobs=Logprobs.RAW)
+
+    def fake(settings: EngineSettings) -> FakeEngineSubject:
+        return FakeEngineSubject(settings, crowded if settings.kv_tokens else "sglang")
+
+    found = differences(run_experiments(fake_target("sglang", make=fake)).traces, run.traces)
     assert {} == {name: told for name, told in found.items() if name not in FAULTY}
 
 
@@ -90,22 +104,34 @@ def test_the_gap_in_float32_is_rounding(run: EngineRun) -> None:
             if isinstance(event, Reference):
                 output = replies[event.call_id].output
                 if output.logprobs is not None and len(output.logprobs):
-                    gaps.append(np.abs(output.logprobs - event.scaled[len(calls[event.call_id].prompt_ids) :]))
+                    gaps.append(np.abs(output.logprobs - _declared(trace, event)[len(calls[event.call_id].prompt_ids) :]))
     together = np.concatenate(gaps)
     assert len(together) > 200
     assert float(together.max()) < 1e-4
 
 
-def on_engine(folder: Path, work: Callable[[SglangEngine, Path], Awaitable[None]]) -> None:
-    """Do ``work`` on an engine of its own that has the first of two checkpoints; it is given the second. Nothing is left."""
+class Forgetful(SglangEngine):
+    """Says that the radix cache was emptied with an update, and keeps it."""
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await super().update_weights(replace(update, clear_cache=False))
+
+
+def _declared(trace: Trace, reference: Reference) -> LogprobArray:
+    """The reference's logprobs in the mode of the setting that recorded the trace."""
+    return reference.logprobs if trace.header.contract.logprobs is Logprobs.RAW else reference.scaled
+
+
+def on_engine(folder: Path, work: Callable[[SglangEngine, Mapping[str, Path]], Awaitable[None]]) -> None:
+    """Do ``work`` on an engine of its own, with the checkpoints that it can have by their versions. Nothing is left."""
     before = leftovers("sglang")
-    first, second = make_pair(folder, "qwen3_moe")
+    checkpoints = dict(zip("AB", make_pair(folder, "qwen3_moe"), strict=True))
 
     async def main() -> None:
-        engine = SglangEngine(EngineSettings(model=first, extra={"load": "tensors"}))
+        engine = Forgetful(EngineSettings(model=checkpoints["A"], extra={"load": "tensors"}))
         try:
             await engine.start()
-            await work(engine, second)
+            await work(engine, checkpoints)
         finally:
             await engine.stop()
 
@@ -125,23 +151,39 @@ async def answer(engine: SglangEngine, handle: str, tokens: int, seen: asyncio.E
     return output
 
 
-def test_tensors_labels_refusals_and_the_death_of_a_child(tmp_path: Path) -> None:
-    """Weights come as tensors, too; a pause that SGLang does not have is refused; a killed scheduler is told with the log."""
+async def stale_cache(engine: SglangEngine, checkpoints: Mapping[str, Path]) -> set[str]:
+    """The checks that fail where a prefix of the old weights is served after an update that cleared the cache, as it says."""
+    bench = Bench(engine, "stale", Serving(version="A", label="w0", checkpoints=checkpoints))
+    prompt = bench.prompt(60)
+    await bench.finish(bench.ask(prompt, 4))
+    await bench.update("B", clear_cache=True)
+    await bench.finish(bench.ask(prompt, 4))
+    trace = attributed(bench.trace("sglang"), ReferenceModel(checkpoints, engine.contract))
+    return {result.id for result in judged("sglang", EngineRun(traces=[trace])).failed}
 
-    async def work(engine: SglangEngine, second: Path) -> None:
+
+def test_tensors_labels_refusals_and_the_death_of_a_child(tmp_path: Path) -> None:
+    """Weights come as tensors, too; a radix cache that survives them is caught; a pause that SGLang does not have is refused; a killed
+    scheduler is told with the log.
+    """
+
+    async def work(engine: SglangEngine, checkpoints: Mapping[str, Path]) -> None:
+        failed = await stale_cache(engine, checkpoints)
+        assert {"weights.no-stale-cache", "routes.prefix-cache"} <= failed <= STALE
+        await engine.clear_cache()
         seen = asyncio.Event()
         call = asyncio.ensure_future(answer(engine, "spans", 40, seen))
         await seen.wait()
         await engine.pause(PauseMode.IN_PLACE, clear_cache=False)
         with pytest.raises(EngineRefused, match="flush_cache failed"):
             await engine.clear_cache()
-        await engine.update_weights(WeightUpdate(path=second, version="B", label="w1", clear_cache=False))
+        await engine.update_weights(WeightUpdate(path=checkpoints["A"], version="A", label="w2", clear_cache=False))
         await engine.resume()
-        assert ["w0", "w1"] == [span.version for span in (await call).spans]
+        assert ["w1", "w2"] == [span.version for span in (await call).spans]
         with pytest.raises(UsageError, match=r"SGLang has no pause keep; it has \['abort', 'retract', 'in-place'\]"):
             await engine.pause(PauseMode.KEEP, clear_cache=True)
         with pytest.raises(EngineRefused, match="holds no safetensors"):
-            await engine.update_weights(WeightUpdate(path=tmp_path / "nowhere", version="C", label="w2"))
+            await engine.update_weights(WeightUpdate(path=tmp_path / "nowhere", version="C", label="w3"))
         assert FinishReason.LENGTH == (await answer(engine, "after", 3)).finish_reason
         scheduler = next(pid for pid in _children(engine.process.pid) if "scheduler" in _title(pid))
         os.kill(scheduler, signal.SIGKILL)
