@@ -200,6 +200,11 @@ async def _queued(bench: Bench) -> None:
 
 
 async def _refusals(bench: Bench) -> None:
+    """A prompt that takes several steps comes first: what is sent behind it is computed in one batch with its end.
+
+    Alone in its batch a call without a budget is another case: SGLang samples nothing at all then.
+    """
+    beside = bench.ask(bench.prompt(bench.terms.max_length - 56), 3)
     long = bench.prompt(bench.terms.max_length + 4)
     bad = [
         bench.ask(bench.prompt(5), 0),
@@ -207,7 +212,7 @@ async def _refusals(bench: Bench) -> None:
         bench.ask(long, 4),
         bench.ask(bench.prompt(8), 3, routes_start=9),
     ]
-    await bench.finish(*bad)
+    await bench.finish(beside, *bad)
     await bench.finish(bench.ask(bench.prompt(6), 3))
 
 
