@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,12 +15,13 @@ from packaging.version import Version
 from rollproof.engines.asks import EngineSettings
 from rollproof.engines.conformance import EngineTarget
 from rollproof.engines.experiments import Setting
-from rollproof.engines.targets import engine_target
+from rollproof.engines.targets import REAL, engine_target
 from rollproof.errors import UsageError
 from rollproof.gpu_suites.needs import installed, interpreter
 from rollproof.records import Scalar
+from rollproof.subjects import EngineSubject
 
-__all__ = ["EXPECTED", "VARIANTS", "Variant", "expected_of", "flavour_of", "gpu_target", "on_gpu", "surroundings"]
+__all__ = ["EXPECTED", "VARIANTS", "Variant", "expected_of", "flavour_of", "gap_engine", "gpu_target", "on_gpu", "surroundings"]
 
 _FLAVOURS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "vllm": (("0.30", "vllm-0.26"),),
@@ -122,6 +124,18 @@ def on_gpu(engine: str, dtype: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def gap_engine(engine: str, settings: EngineSettings) -> EngineSubject:
+    """The adapter of an engine for rollouts whose gap is measured: ``settings`` with what every run on a GPU has."""
+    module, _, attribute = REAL[engine].adapter.partition(":")
+    extra: dict[str, Scalar] = {**_BASE[engine], **_own(engine), **settings.extra}
+    made: EngineSubject = getattr(importlib.import_module(module), attribute)(replace(settings, extra=extra))
+    return made
+
+
+def _own(engine: str) -> dict[str, Scalar]:
+    return {"python": interpreter(engine), "flavour": flavour_of(engine, installed(engine).version or "0")}
+
+
 def gpu_target(engine: str, variant: str, folder: Path, *, model: str | Path | None = None, seed: int = 0) -> EngineTarget:
     """The engine in that setting, with the experiments, models and oracle of its CPU run. ``folder`` takes the models.
 
@@ -134,8 +148,7 @@ def gpu_target(engine: str, variant: str, folder: Path, *, model: str | Path | N
     whole = engine_target(engine, model=model, folder=folder, seed=seed)
     own: dict[str, Scalar] = {
         **_BASE[engine],
-        "python": interpreter(engine),
-        "flavour": flavour_of(engine, installed(engine).version or "0"),
+        **_own(engine),
         **chosen.extra[engine],
     }
     settings: dict[Setting, EngineSettings] = {

@@ -47,9 +47,9 @@ WRAPS: Mapping[str, Callable[[Any, Setup], Any]] = MappingProxyType({"ddp": _ddp
 """How a model is wrapped, by the name in ``Setup.parallel``; each returns what the training loop calls."""
 
 
-def hf_ranks(limit_s: float = 120.0) -> Ranks:
-    """Processes for ranked trainers: import transformers once, and fork. Close them when done."""
-    return Ranks(worker, preload=("rollproof.replay.hf.ranked", "transformers.models.auto.modeling_auto"), limit_s=limit_s)
+def hf_ranks(limit_s: float = 120.0, *, cuda: bool = False) -> Ranks:
+    """Processes for ranked trainers, with ``cuda`` on a GPU each: import transformers once, and fork. Close them when done."""
+    return Ranks(worker, preload=("rollproof.replay.hf.ranked", "transformers.models.auto.modeling_auto"), limit_s=limit_s, cuda=cuda)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rollproof.contract import Rows
+from rollproof.contract import LayerAxis, Rows
 from rollproof.replay.covering import CPU_RANKS, frozen_rows, world_size
 from rollproof.replay.megatron.setups import Dispatcher, Setup
-from rollproof.replay.terms import Recompute
+from rollproof.replay.terms import Recompute, ReplayMode
 
 __all__ = ["covering_setups", "unfit"]
 
@@ -18,7 +18,8 @@ def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
     """``(row number, setup, recompute)`` for each row that is not ``unfit``.
 
     A packed row has one sequence to a microbatch of a rank: without Transformer Engine no attention keeps several apart. Its length is its
-    own, except with the allgather dispatcher, for which Megatron refuses that. Layers are as many as chunks, at least four.
+    own, except with the allgather dispatcher, for which Megatron refuses that. Layers are as many as chunks, at least four. In mode R2
+    payloads have columns for MoE layers only, as the trainer records them.
     """
     for number, row in enumerate(frozen_rows()):
         if unfit(row):
@@ -37,7 +38,9 @@ def covering_setups() -> Iterator[tuple[int, Setup, Recompute]]:
             dispatcher=dispatcher,
             num_layers=layers,
             moe_layers=tuple(range(int(row["dense_first"]), layers)),
+            mode=ReplayMode(str(row["mode"])),
             rows=_ROWS[str(row["rows"])],
+            layer_axis=LayerAxis.MOE if row["mode"] == "R2" else LayerAxis.ALL,
             own_widths=packed and dispatcher is Dispatcher.ALLTOALL,
             microbatches=4,
             microbatch_size=dp if packed else 2 * dp,

@@ -145,6 +145,7 @@ class Setup:
 
 _TERMS: Mapping[tuple[ReplayCodeName, ReplayMode], Mapping[str, Any]] = {
     (ReplayCodeName.CORE, ReplayMode.R3): {"free_rows": "dummy", "records": True, "installs": "per-call", "tolerance": 1e-4},
+    (ReplayCodeName.CORE, ReplayMode.R2): {"free_rows": "dummy", "records": True, "installs": "per-call", "tolerance": 1e-4},
     (ReplayCodeName.VERL, ReplayMode.R3): {"free_rows": "native"},
     (ReplayCodeName.VERL, ReplayMode.R2): {"free_rows": "dummy", "records": True, "tolerance": 1e-4},
     (ReplayCodeName.SKYRL, ReplayMode.R3): {"free_rows": "dummy", "tolerance": 1e-4},

@@ -27,12 +27,13 @@ __all__ = ["MegatronTrainer", "megatron_ranks"]
 _EPISODES = count()
 
 
-def megatron_ranks(limit_s: float = 120.0) -> Ranks:
-    """Processes for Megatron trainers: import megatron-core once, and fork. Close them when done."""
+def megatron_ranks(limit_s: float = 120.0, *, cuda: bool = False) -> Ranks:
+    """Processes for Megatron trainers, with ``cuda`` on a GPU each: import megatron-core once, and fork. Close them when done."""
     return Ranks(
         worker,
         preload=("rollproof.replay.megatron.worker", "megatron.core.models.gpt.gpt_model", "megatron.core.pipeline_parallel"),
         limit_s=limit_s,
+        cuda=cuda,
     )
 
 
@@ -179,7 +180,7 @@ class MegatronTrainer:
         )
 
     def _recorded(self, step: Step, answers: Sequence[Answer]) -> dict[str, IntArray]:
-        """What all ranks recorded, merged to one payload ``(T - 1, layers, top_k)`` per sample: the final token hands nothing on."""
+        """What all ranks recorded, merged to one payload ``(rows, layers, top_k)`` per sample, of as many rows as the setup declares."""
         out: dict[str, IntArray] = {}
         for answer in answers:
             out |= {step.samples[number].request_id: rows for number, rows in answer.handed.items()}
@@ -198,5 +199,7 @@ class MegatronTrainer:
                 samples = [sample for _, sample in mine]
                 lengths = lengths_of(samples) if setup.own_widths else [one.total for one in step.samples]
                 whole = setup.layout(setup.width(lengths)).merge(pieces, lengths_of(samples))
-                out |= {one.request_id: rows[:-1] for one, rows in zip(samples, whole, strict=True) if one is not None}
+                for one, rows in zip(samples, whole, strict=True):
+                    if one is not None:
+                        out[one.request_id] = rows if self.setup.rows is Rows.ALL else rows[:-1]
         return out

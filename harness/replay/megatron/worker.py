@@ -84,6 +84,11 @@ class _Worker:
     def __call__(self, job: Job) -> Answer:
         if self._rank is None:
             self._life.enter_context(gpu_megatron() if on_gpu() else cpu_megatron())
+            if on_gpu():
+                import torch
+
+                # atomic sums flip near-ties from run to run: what must repeat to the last bit could not be judged
+                torch.use_deterministic_algorithms(True, warn_only=True)
             self._rank = self._life.enter_context(parallel(job.setup))
             self._code = replay_code(job.setup)
         if job.step is None:

@@ -1,0 +1,61 @@
+"""Models: generated checkpoints of the sizes on which the gap is measured, each in two versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rollproof.errors import UsageError
+from rollproof.fakes.tiny_models import make_checkpoint, second_version
+
+__all__ = ["SIZES", "make_models"]
+
+SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # as shared between engines and trainers by many: deep and wide enough that half of all tokens are routed otherwise somewhere
+        "tiny": {
+            "vocab_size": 4096,
+            "hidden_size": 512,
+            "intermediate_size": 1024,
+            "moe_intermediate_size": 256,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 4096,
+        },
+        # 1.7 billion parameters: 3.4 GB in bfloat16
+        "mid": {
+            "vocab_size": 16384,
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "moe_intermediate_size": 512,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 4096,
+        },
+    }
+)
+"""Sizes of Qwen3-MoE by name."""
+
+
+def make_models(size: str, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> dict[str, Path]:
+    """Two versions, ``A`` and ``B``, of a random policy of that size in ``folder``; kept where they are there already.
+
+    Raises ``UsageError`` for a size that does not exist.
+    """
+    if size not in SIZES:
+        raise UsageError(f"No model size is named {size!r}; choose among {list(SIZES)}.")
+    first, second = folder / size / "A", folder / size / "B"
+    if not (second / "config.json").is_file():
+        make_checkpoint(first, "qwen3_moe", seed=seed, dtype=dtype, **SIZES[size])
+        second_version(first, second, seed=seed + 1)
+    return {"A": first, "B": second}

@@ -1,0 +1,59 @@
+"""Trainers: the setups whose replay is judged on GPUs, by how many of them they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from rollproof.contract import LayerAxis
+from rollproof.replay.megatron.setups import SETUPS as MEGATRON
+from rollproof.replay.megatron.setups import Dispatcher, RouterKind, Setup
+
+__all__ = ["MEGATRON_SETUPS", "single_process"]
+
+_A2A = Dispatcher.ALLTOALL
+_MIXED = (
+    Setup(name="tp2-pp2-ep2", tp=2, pp=2, ep=2, dispatcher=_A2A, microbatches=4),
+    Setup(name="tp2-cp2", tp=2, cp=2, dispatcher=_A2A),
+    Setup(name="ep2-pp2-vpp2", dp=2, ep=2, pp=2, vpp=2, dispatcher=_A2A, microbatches=4, microbatch_size=4),
+    Setup(name="tp4", tp=4, dispatcher=_A2A),
+    Setup(name="ep4-alltoall", dp=4, ep=4, dispatcher=_A2A, microbatch_size=4),
+    Setup(name="packed-tp2-cp2", tp=2, cp=2, own_widths=True, microbatch_size=1, microbatches=4, dispatcher=_A2A, moe_layers=(1, 2, 3)),
+    Setup(
+        name="packed-pp2-ep2-sigmoid",
+        dp=2,
+        pp=2,
+        ep=2,
+        own_widths=True,
+        microbatch_size=2,
+        microbatches=4,
+        dispatcher=_A2A,
+        router=RouterKind.SIGMOID,
+        moe_layers=(1, 2, 3),
+        layer_axis=LayerAxis.MOE,
+    ),
+)
+"""What two GPUs cannot show: several kinds of parallelism at once. A packed microbatch of a rank is one sequence of its own width."""
+
+MEGATRON_SETUPS: Mapping[str, Setup] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            *(
+                MEGATRON[name]
+                for name in (
+                    *("single", "dense-first", "sigmoid"),
+                    *("tp2", "tp2-alltoall", "ep2-allgather", "ep2-alltoall", "cp2", "pp2", "pp2-vpp3"),
+                )
+            ),
+            *_MIXED,
+        )
+    }
+)
+"""Setups of megatron-core by name, those of one GPU first."""
+
+
+def single_process(setup: Setup) -> Setup:
+    """The same model and batches on one GPU."""
+    return replace(setup, name=f"{setup.name} on one", dp=1, cp=1, tp=1, pp=1, vpp=1, ep=1, first=None)
