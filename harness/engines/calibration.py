@@ -88,6 +88,8 @@ def _version_facts(contract: Contract, reply: Reply, names: Mapping[object, str]
         yield f"spans: {_order(output.spans, names)}"
         starts = [0, *(span.end for span in output.spans)]
         yield f"spans {'cover' if starts[-1] == len(output.token_ids) else 'do not cover'} the tokens"
+        if output.version is not None:
+            yield f"the one version beside them is {'that' if output.version == output.spans[-1].version else 'not that'} of the last"
     elif output.version is not None:
         yield "one version is told"
     else:
