@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import runpy
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -18,10 +19,13 @@ from enum_texts import enum_texts
 
 import rollproof
 from rollproof.checks import default_registry
+from rollproof.console import check_lines, text_of
 from rollproof.fakes.replay_references import REFERENCES, Pipelined
 from rollproof.replay import events, terms
 from rollproof.replay.contract import terms_of
+from rollproof.replay.covering import CPU_RANKS, coverage, frozen_rows
 from rollproof.replay.judging import judge_replay
+from rollproof.replay.megatron.covering import covering_setups
 from rollproof.replay.plans import episodes_for
 from rollproof.replay.spy import Spy, direction, identify, ids_of_map, sketch
 from rollproof.replay.terms import ReplayTerms
@@ -39,16 +43,44 @@ action, and of nothing that ran before.
 
 `rollproof verify --replay my_module:MyTrainer` judges a trainer, as `rollproof.ReplayConformance` does in pytest, and the fixture
 `rollproof_replay(MyTrainer)` within a test of your own. Transformations between payload and router rows are judged on their own, without a
-trainer, by `rollproof.ReplayLayoutConformance`.
+trainer, by `rollproof.ReplayLayoutConformance` ([doors.md](doors.md)).
+
+Two pages go through a whole trainer: [one of HF transformers](replay-hf.md), with replay code that you can take, and
+[one on Megatron](replay-megatron.md); both run on a CPU.
+"""
+_TRY = """
+## Try it without torch
+
+rollproof's own trainers are numpy. The first command judges a correct one; the second one with the most frequent fault
+([example/shifted_trainer.py](example/shifted_trainer.py)): routes stand one row behind their tokens.
+
+```
+rollproof verify --replay rollproof.fakes.replaying:ReplayTrainer
+cd docs/example
+rollproof verify --replay shifted_trainer:ShiftedTrainer --only replay.forward
+```
+
+The second one ends with exit code 1 and begins so:
 """
 _EXAMPLES = """
 Worked examples: [a trainer of HF transformers](example/hf_trainer.py), [a Megatron trainer](example/megatron_trainer.py).
 """
+_COVERING = """
+## Which configurations
+
+Every pair of settings that can be combined is in one of the {rows} rows of a covering array that is frozen in the package
+(`rollproof.replay.covering`): rows of the engine, mode, DP, TP, EP, PP, VPP, CP, SP, recompute, packing, a dense first layer, dispatcher.
+Each row is laid out and merged back by two implementations; {run} run on megatron-core with at most {ranks} processes
+([replay-megatron.md](replay-megatron.md)). `python -m rollproof.replay.covering` counts:
+
+| settings at once | feasible combinations | held by the rows | held by those that run |
+|---|---|---|---|"""
 
 
 def replay_page() -> Iterator[str]:
     """docs/replay.md."""
     yield f"# Routing replay in a trainer\n{_INTRO}"
+    yield from _tried()
     yield "\n## What you write\n"
     yield _plain(rollproof.ReplaySubject.__doc__)
     yield "\n`contract` is made by `rollproof.replay.contract.trainer_contract`: the sizes of the model, the convention of the payload"
@@ -71,7 +103,26 @@ def replay_page() -> Iterator[str]:
     if all((Path(__file__).parent / name).exists() for name in re.findall(r"\((example/[^)]+)\)", _EXAMPLES)):
         yield _EXAMPLES
     yield from _episodes()
+    yield from _covering()
     yield from _table()
+
+
+def _tried() -> Iterator[str]:
+    """What the example with a fault is told."""
+    yield _TRY
+    example = runpy.run_path(str(Path(__file__).parent / "example" / "shifted_trainer.py"))
+    check = judge_replay(example["ShiftedTrainer"], only=["replay.forward"]).to_dict()["checks"][0]
+    yield f"```console\n{text_of(check_lines(check, findings=1))}\n```"
+
+
+def _covering() -> Iterator[str]:
+    """How much of the settings' combinations the covering array holds."""
+    rows = frozen_rows()
+    run = [rows[number] for number, *_ in covering_setups()]
+    yield _COVERING.format(rows=len(rows), run=len(run), ranks=CPU_RANKS)
+    for strength, words in ((2, "two"), (3, "three")):
+        (held, total), (ran, _) = coverage(rows, strength), coverage(run, strength)
+        yield f"| {words} | {total:,} | {held:,} ({held / total:.1%}) | {ran:,} ({ran / total:.1%}) |"
 
 
 def _episodes() -> Iterator[str]:

@@ -99,18 +99,35 @@ def _samples(one: LayoutCall, out: Collector) -> None:
     _complete(one, out, owners)
 
 
+def _uneven(one: LayoutCall) -> bool:
+    """Whether samples are to be divided over ranks that they are no multiple of: a framework may want a multiple."""
+    return one.event.function == "divide" and len(one.call.lengths) % one.call.parts != 0
+
+
 def _complete(one: LayoutCall, out: Collector, owners: list[int | None]) -> None:
-    """Every sample is there that should be, once; a filter also keeps the order that it is given."""
-    wanted = list(one.call.kept) if one.event.function == "keep" else sorted(range(len(one.call.lengths)))
-    got = owners if one.event.function == "keep" else sorted(owner for owner in owners if owner is not None)
-    if got != wanted:
-        out.finding(
-            "samples are lost, doubled or in another order",
-            expected=f"samples {wanted}",
-            observed=f"samples {got}",
-            where=one.where(),
-            hint="A list beside the samples (advantages, uids) is matched by position.",
-        )
+    """Every sample is there that should be, once; a filter also keeps the order that it is given.
+
+    Where samples do not divide, ranks of equal size may repeat some, or drop fewer than one for each rank.
+    """
+    keeps = one.event.function == "keep"
+    wanted = list(one.call.kept) if keeps else list(range(len(one.call.lengths)))
+    got = owners if keeps else sorted(owner for owner in owners if owner is not None)
+    if got == wanted:
+        return
+    sizes = set(one.event.out[0].reshape(-1).tolist())
+    if _uneven(one) and len(sizes) == 1:
+        share, parts = sizes.pop(), one.call.parts
+        repeated = share == -(-len(wanted) // parts) and set(got) == set(wanted)
+        dropped = share == len(wanted) // parts and len(set(got)) == len(got)
+        if repeated or dropped:
+            return
+    out.finding(
+        "samples are lost, doubled or in another order",
+        expected=f"samples {wanted}",
+        observed=f"samples {got}",
+        where=one.where(),
+        hint="A list beside the samples (advantages, uids) is matched by position.",
+    )
 
 
 @layout_check(
@@ -147,7 +164,7 @@ def _expert_ids(one: LayoutCall, out: Collector) -> None:
 
 @outcome_check("layout.accepts", promise="Sound input is laid out, whatever its lengths and sizes.", exercised_by="sound calls")
 def _accepts(one: LayoutCall, out: Collector) -> None:
-    if one.call.defect:
+    if one.call.defect or (_uneven(one) and one.event.refused is not None):
         return
     out.exercised("sound calls")
     if one.event.refused is not None:

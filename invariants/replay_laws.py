@@ -8,6 +8,7 @@ from itertools import takewhile
 import numpy as np
 
 from rollproof.checks import Collector
+from rollproof.invariants.replay_rows import sound_rows
 from rollproof.invariants.replay_steps import REFERENCE, StepView
 from rollproof.invariants.wording import count
 from rollproof.records import FloatArray
@@ -168,14 +169,18 @@ def compare(
     title: str,
     hint: str,
 ) -> None:
-    """Tell of the differences of two steps together, the first one in full."""
+    """Tell of the differences of two steps together, the first one in full; ``hint`` is for steps whose rows are right."""
     if found:
         what, expected, observed = found[0]
+        misled = next((one.step.name for one in (view, other) if one.replays and one.regular and not sound_rows(one)), None)
         more = f"; {count(len(found) - 1, 'more value')} differ, among them the {found[-1][0]}" if len(found) > 1 else ""
         out.finding(
             title,
             expected=f"the {what} of step {other.step.name!r}: {expected}",
             observed=f"{observed}{more}",
             where=view.where(),
-            hint=hint,
+            hint=hint
+            if misled is None
+            else f"Routers of step {misled!r} executed other experts than their targets: this follows from it, "
+            "see replay.forward and replay.assignments.",
         )

@@ -38,6 +38,14 @@ class _BalancesTokens(MegatronLike):
         return [mixed[part::parts] for part in range(parts)]
 
 
+class _PadsApart(MegatronLike):
+    def divide(self, layout: Layout, samples: Sequence[Pair], parts: int) -> list[list[Pair]]:
+        lacking = -len(samples) % parts
+        padding = [(first[0], last[1]) for first, last in zip(samples[:lacking], samples[len(samples) - lacking :], strict=True)]
+        whole = [*samples, *padding]
+        return [whole[part::parts] for part in range(parts)]
+
+
 class _FiltersTokens(MegatronLike):
     def keep(self, layout: Layout, samples: Sequence[Pair], kept: Sequence[int]) -> list[Pair]:
         return [(samples[i][0], samples[place][1]) for place, i in enumerate(kept)]
@@ -98,6 +106,14 @@ BUGS: tuple[KnownBug, ...] = (
         "Tokens are sorted by length before they are split over ranks, routes are not.",
         ("SkyRL#1908", "AReno#524"),
         _BalancesTokens,
+        "divide",
+        "samples",
+    ),
+    layout_bug(
+        "padding-samples-apart",
+        "Samples that do not divide over ranks are padded by the tokens of the first ones, and by the routes of the last ones.",
+        ("cf. SkyRL#1908",),
+        _PadsApart,
         "divide",
         "samples",
     ),

@@ -1,25 +1,23 @@
-"""Known bugs of replay: targets that reach the wrong row, layer, pass or model, that outlive their step, or that nobody reads."""
+"""Known bugs of replay, rows: targets that reach the wrong row, layer, rank or sample, or that nobody reads."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from rollproof.fakes.known_bugs import replay_values
-from rollproof.fakes.known_bugs.replay_planting import RECOMPUTED, WRONG_ROWS, bug
+from rollproof.fakes.known_bugs import replay_gates, replay_models, replay_passes
+from rollproof.fakes.known_bugs.replay_planting import WRONG_ROWS, FallsBack, bug, routers
 from rollproof.fakes.moe import chosen
 from rollproof.fakes.replay_parts import Microbatch, Pass, Router
-from rollproof.fakes.replay_references import CapturedPrefix, DenseFirst, Interleaved, ManyExperts, Recording
+from rollproof.fakes.replay_references import CapturedPrefix, DenseFirst, Interleaved, ManyExperts
 from rollproof.fakes.replaying import ReplayTrainer
 from rollproof.known_bug import KnownBug
 from rollproof.records import FloatArray, IntArray, Rollout
-from rollproof.replay.events import Action, Outcome, Phase, Purpose, Step
+from rollproof.replay.events import Step
 from rollproof.replay.layouts import Alignment, Rank, Source
-from rollproof.replay.spy import Spy
 
 __all__ = ["BUGS"]
 
@@ -52,37 +50,6 @@ class _MaskDropped(CapturedPrefix):
         return source.filled
 
 
-class _QueuesKept(ReplayTrainer):
-    """Forward-only passes fill the queue of the backward pass, and nobody empties it."""
-
-    def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
-        super().install(run, microbatch, layer, number, target, keep=True)
-
-    def end(self, step: Step) -> None:
-        for router in self.registry:
-            router.action, router.target = None, None
-
-
-class _ForgetsBeforeBackward(ReplayTrainer):
-    """The context of the replay closes after the forward pass; a recompute then chooses for itself."""
-
-    def head(self, run: Pass, microbatch: Microbatch) -> None:
-        super().head(run, microbatch)
-        for router in self.registry:
-            router.queue.clear()
-
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
-        return _routers(self, layers, _FallsBack)
-
-
-class _FallsBack(Router):
-    """Without a target it chooses for itself, without a word."""
-
-    def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
-        nothing = not self.queue if phase is Phase.RECOMPUTE else self.target is None
-        return chosen(scores, self.top_k) if self.action is Action.REPLAY and nothing else super().choose(scores, phase)
-
-
 class _FirstMicrobatchAlone(ReplayTrainer):
     """Targets are given for the first microbatch only; the others fall back to native routing."""
 
@@ -91,7 +58,7 @@ class _FirstMicrobatchAlone(ReplayTrainer):
             super().arm(run, microbatch, rank, chunk)
 
     def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
-        return _routers(self, layers, _FallsBack)
+        return routers(self, layers, FallsBack)
 
 
 class _Orphans(ReplayTrainer):
@@ -180,123 +147,7 @@ class _SecondStageUnarmed(Interleaved):
             super().arm(run, microbatch, rank, chunk)
 
     def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
-        return _routers(self, layers, _FallsBack)
-
-
-class _LastQueued(Router):
-    """The recompute takes the target that was queued last."""
-
-    def take(self, phase: Phase) -> IntArray:
-        return self.queue.pop() if phase is Phase.RECOMPUTE and self.queue else super().take(phase)
-
-
-class _RecomputesTheNewest(Recording):
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
-        return _routers(self, layers, _LastQueued)
-
-
-class _OneSlot(Router):
-    """One target at a time, for forward and recompute alike: the next microbatch overwrites it."""
-
-    def install(self, target: IntArray, *, keep: bool) -> None:
-        self.target, self.queue = target, deque([target] * 9 if keep else [])
-
-
-class _Overwritten(Interleaved):
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
-        return _routers(self, layers, _OneSlot)
-
-
-class _RecomputesNative(ReplayTrainer):
-    """Only the forward pass is replayed."""
-
-    def route(self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase) -> IntArray:
-        if phase is Phase.RECOMPUTE:
-            for router in self.registry:
-                router.action = None
-        else:
-            self.begin(run.step)
-        return super().route(run, microbatch, layer, x, phase)
-
-
-class _GivenTwice(ReplayTrainer):
-    """Targets are installed when the step begins, and again per microbatch: the queue holds each of them twice."""
-
-    def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
-        for _ in range(2):
-            super().install(run, microbatch, layer, number, target, keep=keep)
-
-
-class _OldLogprobsNative(ReplayTrainer):
-    """Old logprobs are computed without the rollout's routes."""
-
-    def begin(self, step: Step) -> None:
-        super().begin(step)
-        if step.purpose is Purpose.OLD_LOGPROB:
-            for router in self.registry:
-                router.action = None
-
-    def end(self, step: Step) -> None:
-        super().end(step)
-
-
-class _NoFinally(ReplayTrainer):
-    """What a step leaves is only cleared where it succeeds."""
-
-    def run(self, step: Step, spy: Spy) -> Outcome:
-        self.begin(step)
-        outcome = self.work(step, spy)
-        self.end(step)
-        return outcome
-
-
-class _StaysArmed(ReplayTrainer):
-    """The mode is set where a step replays, and never taken back; targets of the last microbatch stay."""
-
-    def begin(self, step: Step) -> None:
-        if step.action is Action.REPLAY:
-            super().begin(step)
-
-    def end(self, step: Step) -> None:
-        for router in self.registry:
-            router.queue.clear()
-
-    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
-        return _routers(self, layers, _KeepsTarget)
-
-
-class _KeepsTarget(Router):
-    """A target serves until the next one comes, for rows that fit it."""
-
-    def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
-        held = self.target
-        if self.action is Action.REPLAY and phase is Phase.FORWARD and (held is None or len(held) != len(scores)):
-            return chosen(scores, self.top_k)
-        ids = super().choose(scores, phase)
-        self.target = held
-        return ids
-
-
-class _EvaluationStays(ReplayTrainer):
-    """An evaluation that replays leaves its mode and targets behind."""
-
-    def end(self, step: Step) -> None:
-        if step.purpose is not Purpose.EVAL:
-            super().end(step)
-
-
-class _Swallows(ReplayTrainer):
-    """A failed step is told as a step without loss."""
-
-    def work(self, step: Step, spy: Spy) -> Outcome:
-        try:
-            return super().work(step, spy)
-        except RuntimeError:
-            return Outcome(step=step.name, loss=0.0)
-
-
-def _routers(trainer: ReplayTrainer, layers: Sequence[int], kind: type[Router]) -> dict[tuple[int, int], Router]:
-    return {(layer, number): kind(layer, trainer.layout.top_k) for layer in layers for number in range(len(trainer.ranks))}
+        return routers(self, layers, FallsBack)
 
 
 def _fitted(rows: IntArray, most: int) -> IntArray:
@@ -336,25 +187,6 @@ BUGS: tuple[KnownBug, ...] = (
         _MaskDropped,
         "replay.free-rows",
         episodes=("placement",),
-    ),
-    bug(
-        "replay-stale-queue",
-        "A forward-only pass fills the queue of the backward pass, and the next recompute takes what it left.",
-        ("SkyRL#1908",),
-        _QueuesKept,
-        "replay.recompute",
-        "replay.residue",
-        also=("replay.runs", "replay.recompute-results"),
-        episodes=RECOMPUTED,
-    ),
-    bug(
-        "replay-cleared-before-backward",
-        "Targets are cleared after the forward pass, and the recompute chooses for itself without a word.",
-        ("cf. SkyRL#1772",),
-        _ForgetsBeforeBackward,
-        "replay.recompute",
-        "replay.recompute-results",
-        episodes=RECOMPUTED,
     ),
     bug(
         "replay-falls-back",
@@ -440,85 +272,8 @@ BUGS: tuple[KnownBug, ...] = (
         also=("replay.reference",),
         episodes=("drift", "placement"),
     ),
-    bug(
-        "replay-newest-recomputed",
-        "The recompute takes the target that was queued last, while a pipeline has several microbatches under way.",
-        ("cf. AReaL#1166",),
-        _RecomputesTheNewest,
-        "replay.recompute",
-        "replay.recompute-results",
-        episodes=RECOMPUTED,
-    ),
-    bug(
-        "replay-one-slot",
-        "A router holds one target, and the next microbatch overwrites it before the backward pass of this one.",
-        ("cf. AReaL#1166",),
-        _Overwritten,
-        "replay.recompute",
-        "replay.recompute-results",
-        episodes=RECOMPUTED,
-    ),
-    bug(
-        "replay-recompute-native",
-        "The forward pass is replayed, its recompute is not.",
-        ("cf. verl#4101",),
-        _RecomputesNative,
-        "replay.recompute",
-        "replay.recompute-results",
-        episodes=RECOMPUTED,
-    ),
-    bug(
-        "replay-given-twice",
-        "Targets are installed when a step begins and again per microbatch, so that the queue holds each twice.",
-        ("cf. verl#7106",),
-        _GivenTwice,
-        "replay.recompute",
-        "replay.installs",
-        also=("replay.recompute-results",),
-        episodes=RECOMPUTED,
-    ),
-    bug(
-        "replay-old-logprobs-native",
-        "Old logprobs are computed without the rollout's routes, which the update then replays.",
-        ("cf. miles#3277",),
-        _OldLogprobsNative,
-        "replay.old-logprob",
-        episodes=("old logprobs",),
-    ),
-    bug(
-        "replay-no-finally",
-        "Targets and modes are cleared only where a step succeeds.",
-        ("cf. SkyRL#1908",),
-        _NoFinally,
-        "replay.residue",
-        episodes=("failure in forward", "failure in recompute"),
-    ),
-    bug(
-        "replay-stays-armed",
-        "The mode is set by a step that replays and never taken back: native steps go on with the last target.",
-        ("cf. SkyRL#1908", "cf. OpenPipe/ART#709"),
-        _StaysArmed,
-        "replay.aftermath",
-        "replay.residue",
-        "replay.off",
-        episodes=("evaluation", "switching"),
-    ),
-    bug(
-        "replay-evaluation-stays",
-        "An evaluation leaves its mode and its targets behind.",
-        ("cf. SkyRL#1908",),
-        _EvaluationStays,
-        "replay.residue",
-        episodes=("evaluation",),
-    ),
-    bug(
-        "replay-failure-swallowed",
-        "A step that failed in the middle is told as a step without loss.",
-        ("cf. Helsinki-NLP/mammoth#78", "cf. OpenNMT-py#2195"),
-        _Swallows,
-        "replay.failures",
-        episodes=("failure in forward", "failure in recompute"),
-    ),
-    *replay_values.BUGS,
+    *replay_passes.BUGS,
+    *replay_gates.BUGS,
+    *replay_models.BUGS,
 )
-"""Known bugs of replay: rows and state here, gates, models and refusals from ``replay_values``."""
+"""Known bugs of replay: rows here, the others from ``replay_passes``, ``replay_gates`` and ``replay_models``."""

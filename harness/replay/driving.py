@@ -14,12 +14,13 @@ from rollproof.blame import blame
 from rollproof.contract import Contract
 from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.progress import Progress
-from rollproof.records import FloatArray, IntArray, Rollout
+from rollproof.records import IntArray, Rollout
 from rollproof.replay.contract import terms_of
 from rollproof.replay.events import Install, Outcome, Phase, Residue, Routing, Step
+from rollproof.replay.outcomes import changed_fields, injected, sound_outcome
 from rollproof.replay.plans import EMPTY, NO_RESPONSE, SHORT, Episode, Planned, RoutesFrom, episodes_for, random_episodes
 from rollproof.replay.samples import as_given, as_payload, make_samples, shortest, spoiled, with_drawn_routes, without_response
-from rollproof.replay.spy import InjectedFailure, Spy, UnsupportedStep, is_whole, sketch
+from rollproof.replay.spy import Spy, UnsupportedStep, is_whole
 from rollproof.replay.targets import chosen_by
 from rollproof.replay.terms import Defect
 from rollproof.subjects import SubjectFactory
@@ -29,7 +30,6 @@ from rollproof.trace import Header, Recorder, Trace
 __all__ = ["drive_episode", "make_subject", "record_again", "record_replay"]
 
 REFERENCE = "reference"
-_SKETCH = sketch(0.0).shape
 
 
 def record_replay(
@@ -62,9 +62,13 @@ def record_replay(
     )
     recorder = Recorder(lambda: 0.0)
     for number, episode in enumerate(episodes):
-        if progress is not None:
-            progress(Progress(done=number, total=len(episodes), what=f"{label}: {episode.name}"))
-        drive_episode(subject or make_subject(factory, label), episode, recorder, label)
+
+        def tell(step: str, *, done: int = number, episode: str = episode.name) -> None:
+            if progress is not None:
+                progress(Progress(done=done, total=len(episodes), what=f"{label}: {episode}, {step}"))
+
+        tell("a fresh subject")
+        drive_episode(subject or make_subject(factory, label), episode, recorder, label, tell=tell)
         subject = None
     return recorder.trace(header)
 
@@ -79,11 +83,15 @@ def record_again(factory: SubjectFactory, header: Header) -> Trace:
     )
 
 
-def drive_episode(subject: Any, episode: Episode, recorder: Recorder, label: str = "the subject") -> None:
-    """Ask a fresh subject for the steps of one episode, and let it end."""
+def drive_episode(
+    subject: Any, episode: Episode, recorder: Recorder, label: str = "the subject", *, tell: Callable[[str], None] | None = None
+) -> None:
+    """Ask a fresh subject for the steps of one episode, and let it end; ``tell`` is called with the name of each step before it."""
     drive = _Drive(subject=subject, contract=subject.contract, label=label, episode=episode.name, recorder=recorder)
     try:
         for planned in episode.steps:
+            if tell is not None:
+                tell(planned.name)
             drive.ask(planned)
     finally:
         drive.stop()
@@ -169,7 +177,7 @@ class _Drive:
         self.calls[step.name] = [
             one for one in spy.events if isinstance(one, Routing) and one.phase is Phase.FORWARD and one.model == "policy"
         ]
-        self._end(step, replace(outcome, changed=_changed(step.samples, given.samples)), subject)
+        self._end(step, replace(outcome, changed=changed_fields(step.samples, given.samples)), subject)
 
     def stop(self) -> None:
         """Let the subject, and its variants, end."""
@@ -202,8 +210,8 @@ class _Drive:
             outcome = _settled(run(step, spy) if run is not None else subject.reference(step))
         except BaseException as error:  # noqa: BLE001 - what a trainer raises is judged
             _pass_on(error, f"{self.label}.run")
-            return Outcome(step=step.name, error=told(error), injected=_injected(error))
-        return _sound(outcome, step, self.label)
+            return Outcome(step=step.name, error=told(error), injected=injected(error))
+        return sound_outcome(outcome, step, self.label)
 
     def _subject(self, planned: Planned) -> Any:
         """The subject, or its variant that the step is for."""
@@ -345,60 +353,6 @@ def _bare(planned: Planned, episode: str) -> Step:
 
 def _cut(routes: IntArray | None, rows: int) -> IntArray | None:
     return None if routes is None else routes[:rows]
-
-
-def _changed(samples: tuple[Rollout, ...], given: tuple[Rollout, ...]) -> tuple[str, ...]:
-    return tuple(
-        f"{name} of {sample.request_id}"
-        for sample, now in zip(samples, given, strict=True)
-        for name in ("routes", "loss_mask")
-        if not _equal(getattr(sample, name), getattr(now, name))
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return other is None if one is None else other is not None and np.array_equal(one, other)
-
-
-def _injected(error: BaseException | None) -> bool:
-    """Whether the harness raised it: also where a trainer, or another process, wrapped it in an error of its own."""
-    seen = 0
-    while error is not None and seen < 16:
-        if isinstance(error, InjectedFailure) or "rollproof raised this" in str(error):
-            return True
-        error, seen = error.__cause__ or error.__context__, seen + 1
-    return False
-
-
-def _sound(outcome: Any, step: Step, label: str) -> Outcome:
-    """The outcome with arrays of its own. Raises ``SubjectError`` for what is none."""
-    if not isinstance(outcome, Outcome):
-        raise SubjectError(f"{label}.run must return an Outcome (rollproof.replay.events), not {type(outcome).__name__}.")
-    try:
-        return replace(
-            outcome,
-            index=-1,
-            step=step.name,
-            loss=None if outcome.loss is None else float(outcome.loss),
-            logprobs=_floats(outcome.logprobs, str),
-            gradients=_sketches(outcome.gradients, str),
-            gates=_sketches(outcome.gates, int),
-            recorded={str(name): np.array(array) for name, array in outcome.recorded.items()},
-        )
-    except (TypeError, ValueError, AttributeError) as error:
-        raise SubjectError(f"{label}.run returned an unusable Outcome for step {step.name!r}: {told(error)}.") from error
-
-
-def _sketches(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:
-    found = _floats(arrays, key)
-    for name, array in found.items():
-        if array.shape != _SKETCH:
-            raise ValueError(f"the gradient of {name!r} has the shape {array.shape}: tell rollproof.replay.spy.sketch(gradient)")
-    return found
-
-
-def _floats(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:
-    return {key(name): np.array(array, dtype=np.float64) for name, array in arrays.items()}
 
 
 def _settled(value: Any) -> Any:

@@ -8,35 +8,29 @@ however that ends.
 
 from __future__ import annotations
 
-import faulthandler
-import importlib
 import os
 import pickle
-import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import Any, NoReturn, Self
 
 from rollproof.errors import RollproofError, UsageError
+from rollproof.replay.forking import UNPICKLED, Said, Task
 
 __all__ = ["RankError", "Ranks", "Task"]
 
-Task: TypeAlias = "Callable[[int, int], Callable[[Any], Any]]"
-"""``task(rank, world_size)`` is called once in every rank, and what it returns for each job. Importable; jobs and results are pickled."""
-
-_UNPICKLED = (pickle.PicklingError, AttributeError, TypeError)  # what pickle raises for what it cannot pickle
 _TAIL = 12  # lines of a rank's output that an error quotes
+_ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
+_ON_GPUS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without it cuBLAS sums in an order of its own choice, and two runs differ
+_DUMP_S = 5.0  # how long ranks that hang may take to say where they are
 
 
 class RankError(RollproofError, RuntimeError):
@@ -51,32 +45,31 @@ class RankError(RollproofError, RuntimeError):
         self.rank = rank
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Said:
-    """What a rank answered: a result, or the text of an exception, the exception, and when (one clock for all ranks)."""
-
-    result: Any = None
-    failed: str | None = None
-    error: BaseException | None = None
-    at: float = 0.0
-
-
 class Ranks:
     """Runs jobs on any number of processes, one job at a time; use it as a context manager, or ``close`` it.
 
     ``preload`` are modules to import before forking (they must start no threads; torch and megatron-core do not). ``limit_s`` bounds a
-    job, ``start_limit_s`` the imports; ``grace_s`` is how long other ranks may take to say what they saw, after one failed. Raises
+    job, ``start_limit_s`` the imports; ``grace_s`` is how long other ranks may take to say what they saw, after one failed.
+    With ``cuda`` each rank has the GPU of its number, and they meet in an NCCL group. Raises
     ``UsageError`` for a task that other processes cannot import.
     """
 
     def __init__(
-        self, task: Task, *, preload: Sequence[str] = (), limit_s: float = 120.0, start_limit_s: float = 300.0, grace_s: float = 3.0
+        self,
+        task: Task,
+        *,
+        preload: Sequence[str] = (),
+        limit_s: float = 120.0,
+        start_limit_s: float = 300.0,
+        grace_s: float = 3.0,
+        cuda: bool = False,
     ) -> None:
         self._task = _importable(task)
         self._preload = tuple(preload)
         self._limit_s = limit_s
         self._start_limit_s = start_limit_s
         self._grace_s = grace_s
+        self._cuda = cuda
         self._nursery: _Nursery | None = None
         self._crew: dict[int, Connection] = {}
         self._crew_of: tuple[int, Hashable] = (0, None)
@@ -126,9 +119,16 @@ class Ranks:
     def _start(self, world_size: int) -> None:
         self._end_crew()
         if self._nursery is None:
-            self._nursery = _Nursery(self._preload, self._start_limit_s)
+            self._nursery = _Nursery(self._preload, self._start_limit_s, cuda=self._cuda)
         self._crew = self._nursery.fork(
-            {"task": self._task, "world_size": world_size, "limit_s": self._limit_s, "path": list(sys.path)}, self._start_limit_s
+            {
+                "task": self._task,
+                "world_size": world_size,
+                "limit_s": self._start_limit_s + self._limit_s,
+                "path": list(sys.path),
+                "cuda": self._cuda,
+            },
+            self._start_limit_s,
         )
         said = self._answers(self._start_limit_s)
         if len(said) < world_size or any(answer is None or answer.failed is not None for answer in said.values()):
@@ -141,9 +141,9 @@ class Ranks:
             pipe.close()
         self._crew = {}
 
-    def _answers(self, limit_s: float) -> dict[int, _Said | None]:
+    def _answers(self, limit_s: float) -> dict[int, Said | None]:
         """What each rank said, ``None`` where it is dead; ranks that said nothing in time are missing."""
-        said: dict[int, _Said | None] = {}
+        said: dict[int, Said | None] = {}
         deadline = time.monotonic() + limit_s
         while len(said) < len(self._crew):
             waiting = {pipe: rank for rank, pipe in self._crew.items() if rank not in said}
@@ -157,7 +157,7 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + self._grace_s)
         return said
 
-    def _raise(self, said: dict[int, _Said | None], limit_s: float, when: str) -> NoReturn:
+    def _raise(self, said: dict[int, Said | None], limit_s: float, when: str) -> NoReturn:
         """End the ranks and raise the error of the one to look at.
 
         One that died without a word comes first (its peers can only fail after it), then the one that failed first.
@@ -185,7 +185,7 @@ class Ranks:
         self._end_crew()
         raise error
 
-    def _failure(self, said: dict[int, _Said | None], when: str) -> RankError:
+    def _failure(self, said: dict[int, Said | None], when: str) -> RankError:
         failed = [(answer.at, rank, answer) for rank, answer in said.items() if answer is not None and answer.failed is not None]
         _, rank, answer = min(failed, key=lambda one: one[:2])
         error = RankError(f"Rank {rank} of {len(self._crew)} failed {when}.\n{answer.failed}", rank=rank)
@@ -206,22 +206,22 @@ def _importable(task: Task) -> str:
 def _send_job(pipe: Connection, job: Any) -> None:
     try:
         pipe.send(job)
-    except _UNPICKLED as error:
+    except UNPICKLED as error:
         raise UsageError(f"The job, a {type(job).__name__}, cannot be sent to other processes: {error}. Send plain data.") from error
 
 
-def _heard(pipe: Connection) -> _Said | None:
+def _heard(pipe: Connection) -> Said | None:
     try:
         message = pipe.recv()
     except (EOFError, OSError):
         return None
-    return message if isinstance(message, _Said) else None
+    return message if isinstance(message, Said) else None
 
 
 class _Nursery:
     """The process that imports and forks, as its parent sees it. It forks, kills and tells how a rank ended."""
 
-    def __init__(self, preload: Sequence[str], limit_s: float) -> None:
+    def __init__(self, preload: Sequence[str], limit_s: float, *, cuda: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rollproof-ranks-")
         self.folder = Path(self._folder.name)
         self._listener = Listener(str(self.folder / "socket"), "AF_UNIX", authkey=(key := os.urandom(16)))
@@ -229,12 +229,12 @@ class _Nursery:
         with (self.folder / "nursery.log").open("wb") as log:
             # A session of its own: a Ctrl-C of the terminal reaches the parent alone, which ends the others.
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, on this module
-                [sys.executable, "-m", "rollproof.replay.ranks", str(self.folder)],
+                [sys.executable, "-m", "rollproof.replay.forking", str(self.folder)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(_ON_GPUS if cuda else _ON_CPUS)},
             )
         try:
             assert self._process.stdin is not None
@@ -277,13 +277,23 @@ class _Nursery:
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
         """Where each of these ranks is, as a traceback of each."""
+        logs = [self._log(rank) for rank in ranks]
+        sizes = [log.stat().st_size for log in logs]
         self._ask(("dump", list(ranks)), 10)
-        time.sleep(0.3)
+        deadline = time.monotonic() + _DUMP_S
+        told = False
+        while not told and time.monotonic() < deadline:  # on a busy machine a rank takes its time
+            written = [log.stat().st_size for log in logs]
+            time.sleep(0.2)
+            told = written == [log.stat().st_size for log in logs] and all(map(int.__lt__, sizes, written))
         return "".join(f"\n  rank {rank}:{self.tail(rank)}" for rank in ranks)
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
 
     def tail(self, rank: int) -> str:
         """The last lines that a rank wrote."""
-        text = (self.folder / f"rank{rank}.log").read_text(encoding="utf-8", errors="replace")
+        text = self._log(rank).read_text(encoding="utf-8", errors="replace")
         return "".join(f"\n    {line}" for line in text.splitlines()[-_TAIL:])
 
     def end(self) -> None:
@@ -323,129 +333,3 @@ class _Nursery:
         log = self.folder / "nursery.log"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:] if log.exists() else []
         return RankError("\n    ".join([f"The process that starts the ranks {what}. Its last output:", *lines]), rank=None)
-
-
-def _nurse(folder: Path) -> None:
-    """The life of the nursery: import, then fork, kill and report until the parent closes the pipe."""
-    start = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the parent, which started this process
-    sys.path[:] = start["path"]
-    with Client(str(folder / "socket"), "AF_UNIX", authkey=start["key"]) as pipe:
-        children: dict[int, int] = {}
-        fates: dict[int, int] = {}
-        try:
-            while True:
-                ask = pipe.recv()
-                try:
-                    answer = _nursed(ask, folder, start, children, fates, pipe)
-                except Exception:  # noqa: BLE001 - told to the parent, whatever it is
-                    pipe.send((False, traceback.format_exc()))
-                else:
-                    pipe.send((True, answer))
-        except (EOFError, OSError):
-            pass
-        finally:
-            _end(children, fates)
-            shutil.rmtree(folder, ignore_errors=True)  # its owner may have been killed
-
-
-def _nursed(ask: Any, folder: Path, start: dict[str, Any], children: dict[int, int], fates: dict[int, int], pipe: Connection) -> Any:
-    match ask:
-        case "import":
-            import torch
-
-            torch.set_num_threads(1)
-            for module in start["preload"]:
-                importlib.import_module(module)
-        case ("fork", run):
-            fates.clear()
-            for rank in range(run["world_size"]):
-                children[rank] = os.fork()
-                if children[rank] == 0:
-                    try:
-                        pipe.close()
-                        _live(rank, run, folder, start["key"])
-                    finally:
-                        os._exit(1)  # never on into the nursery's own code
-        case ("dump", ranks):
-            for rank in ranks:
-                os.kill(children[rank], signal.SIGUSR1)
-        case ("fate", rank):
-            fates[rank] = os.waitstatus_to_exitcode(os.waitpid(children.pop(rank), 0)[1])
-            return fates[rank]
-        case "kill":
-            _end(children, fates)
-    return None
-
-
-def _end(children: dict[int, int], fates: dict[int, int]) -> None:
-    for rank, pid in children.items():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        fates[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    children.clear()
-
-
-def _live(rank: int, run: dict[str, Any], folder: Path, key: bytes) -> NoReturn:
-    """The life of one rank: join the group, then one job after the other, until the parent closes the pipe."""
-    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1)
-    sys.path[:] = run["path"]
-    pipe = Client(str(folder / "socket"), "AF_UNIX", authkey=key)
-    pipe.send(rank)
-    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def receive() -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                jobs.put(pipe.recv())
-        os._exit(0)  # the parent is gone: a collective that waits for other ranks must not keep this one alive
-
-    def answer(work: Callable[[], Any]) -> None:
-        try:
-            said = _Said(result=work())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a job raises is told to the parent
-            said = _Said(failed=traceback.format_exc(), error=_portable(error), at=time.monotonic())
-        try:
-            pipe.send(said)
-        except _UNPICKLED as error:
-            text = f"What the job returned, a {type(said.result).__name__}, cannot be sent to the parent: {error}"
-            pipe.send(_Said(failed=text, at=time.monotonic()))
-
-    do: list[Callable[[Any], Any]] = []
-    answer(lambda: do.append(_join(rank, run)))
-    threading.Thread(target=receive, daemon=True).start()
-    while True:
-        job = jobs.get()
-        answer(lambda job=job: do[0](job))  # type: ignore[misc]
-
-
-def _portable(error: BaseException) -> BaseException | None:
-    """The exception, where the parent can read it."""
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - what was dumped in the line itself
-    except Exception:  # noqa: BLE001 - exceptions of frameworks fail here in many ways
-        return None
-    return error
-
-
-def _join(rank: int, run: dict[str, Any]) -> Callable[[Any], Any]:
-    """Join the gloo group and start the task. The ranks meet in a file: no port has to be free."""
-    from datetime import timedelta
-
-    import torch
-
-    torch.distributed.init_process_group(
-        "gloo", init_method=run["store"], rank=rank, world_size=run["world_size"], timeout=timedelta(seconds=run["limit_s"])
-    )
-    module, _, name = run["task"].partition(":")
-    task: Task = getattr(importlib.import_module(module), name)
-    return task(rank, run["world_size"])
-
-
-if __name__ == "__main__":
-    # Under its own name, so that what it sends is what the parent knows.
-    from rollproof.replay import ranks
-
-    ranks._nurse(Path(sys.argv[1]))

@@ -22,7 +22,7 @@ from rollproof.replay.ranks import Ranks
 from rollproof.replay.samples import make_samples, with_drawn_routes
 from rollproof.replay.spy import Spy
 from rollproof.replay.targets import Targets
-from rollproof.replay.terms import Recompute
+from rollproof.replay.terms import Recompute, ReplayMode
 from rollproof.report import Report
 
 pytest.importorskip("torch", reason="megatron-core needs PyTorch")
@@ -138,12 +138,20 @@ def _executed(setup: Setup, step: Step, calls: list[Routing], phase: Phase) -> b
 
 @pytest.mark.parametrize(("setup", "recompute"), [pytest.param(*row, id=str(number)) for number, *row in covering_setups()])
 def test_rows_of_the_covering_array_execute_their_targets(ranks: Ranks, setup: Setup, recompute: Recompute) -> None:
-    """Every captured row executes its drawn target, forward and in recompute; logprobs and gate gradients are those of the plain model."""
+    """Every captured row executes its target, forward and in recompute; logprobs and gate gradients are those of the plain model.
+
+    Targets are drawn in mode R3; in R2 they are what the trainer recorded under other weights.
+    """
     samples = make_samples(setup.contract(), 0)
-    random = np.random.default_rng(1)
-    drawn = tuple(with_drawn_routes(setup.contract(), sample, random) for sample in samples)
     trainer = MegatronTrainer(setup, ranks)
-    step = _step(setup, Action.REPLAY, drawn, recompute)
+    if setup.mode is ReplayMode.R2:
+        recording, _ = _run(trainer, _step(setup, Action.RECORD, samples))
+        targets = tuple(replace(one, routes=recording.recorded[one.request_id]) for one in samples)
+        trainer.set_weights(1)
+    else:
+        random = np.random.default_rng(1)
+        targets = tuple(with_drawn_routes(setup.contract(), sample, random) for sample in samples)
+    step = _step(setup, Action.REPLAY, targets, recompute)
     outcome, calls = _run(trainer, step)
     assert _executed(setup, step, calls, Phase.FORWARD)
     assert recompute is Recompute.NONE or _executed(setup, step, calls, Phase.RECOMPUTE)

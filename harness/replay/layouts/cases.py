@@ -219,9 +219,9 @@ def _microbatches(layout: Layout, random: np.random.Generator | None) -> Iterato
 def _parts(layout: Layout, random: np.random.Generator | None) -> Iterator[Call]:
     sized = with_model(layout, 2, {})
     drawn = (
-        [(2, (3, 5)), (2, (7, 1, 4, 2)), (3, (2, 9, 4, 1, 6, 3))]
+        [(2, (3, 5)), (2, (7, 1, 4, 2)), (3, (2, 9, 4, 1, 6, 3)), (2, (4, 7, 2)), (3, (5, 1, 8, 3))]
         if random is None
-        else [(parts := int(random.integers(2, 5)), tuple(int(n) for n in random.integers(1, 20, parts * random.integers(1, 4))))]
+        else [(parts := int(random.integers(2, 5)), tuple(int(n) for n in random.integers(1, 20, random.integers(parts, 4 * parts))))]
     )
     for parts, lengths in drawn:
         yield _call(sized, lengths=lengths, parts=parts, kept=tuple(range(len(lengths) - 1, -1, -2)))

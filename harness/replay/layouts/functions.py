@@ -259,7 +259,8 @@ _TABLE = (
     ),
     Function(
         name="divide",
-        does="samples as pairs (tokens, routes), and a number of data-parallel ranks -> the pairs of each rank, as lists",
+        does="samples as pairs (tokens, routes), and a number of data-parallel ranks -> the pairs of each rank, as lists; samples that are "
+        "no multiple may be refused, or made one by repeating some or dropping the rest",
         arguments=lambda call: {"samples": _samples(call), "parts": call.parts},
         returned=as_samples,
     ),

@@ -3,7 +3,8 @@
 Judged are ``preprocess_thd_engine`` and ``postprocess_thd_engine`` (verl.models.mcore.util), ``align_r3_router_replay_data``,
 ``build_r3_replay_mask``, ``set_router_replay_data``, ``get_current_rank_layer_info``, ``get_moe_num_layers_to_build``,
 ``reorder_and_merge_vpp_layers``, ``merge_nested_router_maps`` and ``pp_gather`` (verl.utils.megatron.router_replay_utils),
-``restore_dynamic_batch``, ``get_seqlen_balanced_partitions``, ``index_select_tensor_dict`` and ``left_right_2_no_padding``. Needs verl and
+``rearrange_micro_batches``, ``restore_dynamic_batch``, ``get_seqlen_balanced_partitions``, ``index_select_tensor_dict``,
+``left_right_2_no_padding`` and ``slice_input_tensor`` (verl.utils.ulysses). Needs verl and
 megatron-core (``pip install --no-deps megatron-core``); no device and no process group.
 """
 
@@ -22,7 +23,7 @@ from rollproof.replay.layouts.layout import Layout
 from rollproof.replay.layouts.mesh import Mesh, Rank
 from rollproof.replay.layouts.packing import Alignment
 from rollproof.replay.layouts.padding import Fill, Side
-from rollproof.stacks.megatron_rank import megatron_config, megatron_rank
+from rollproof.stacks.megatron_rank import OneOf, megatron_config, megatron_rank
 
 __all__ = ["VerlPadded", "VerlR2", "VerlR3", "VerlR3Contiguous", "VerlSamples"]
 
@@ -213,9 +214,30 @@ class VerlR2(VerlR3):
 
 
 class VerlSamples:
-    """How samples are divided, put back, indexed and unpadded."""
+    """How samples are divided, put back, indexed and unpadded, and how the VeOmni engine divides rows over Ulysses ranks."""
 
     layout: ClassVar[Layout] = _FULL
+
+    def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> Any:
+        """``rearrange_micro_batches``; which samples each microbatch holds is read off its tokens, not off the indexes beside it."""
+        from verl.utils.seqlen_balancing import rearrange_micro_batches
+        from verl.utils.tensordict_utils import get_tensordict
+
+        numbered = [np.full(length, i) for i, length in enumerate(lengths)]
+        batches, indexes = rearrange_micro_batches(get_tensordict({"input_ids": _nested(numbered)}), max_token_len=most)
+        held = [[int(tokens[0]) for tokens in batch["input_ids"].unbind()] for batch in batches]
+        if held != [list(part) for part in indexes]:
+            raise ValueError(f"the microbatches hold samples {held}, and their indexes say {indexes}")
+        return held
+
+    def ulysses(self, layout: Layout, rows: IntArray, rank: Rank) -> Any:
+        """``slice_input_tensor``, which the VeOmni engine calls on targets as on input ids."""
+        import torch
+        from verl.utils import ulysses
+
+        group = OneOf(layout.mesh.ulysses, rank.ulysses)
+        with megatron_rank(Mesh(), Rank()), mock.patch.object(ulysses, "_ULYSSES_SEQUENCE_PARALLEL_GROUP", group):
+            return ulysses.slice_input_tensor(torch.as_tensor(rows), dim=0, padding=True)
 
     def restore(self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]) -> Any:
         """``restore_dynamic_batch``."""

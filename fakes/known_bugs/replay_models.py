@@ -1,4 +1,4 @@
-"""Known bugs of replay besides the rows: gates, other models, recordings, what is switched off, and what ought to be refused."""
+"""Known bugs of replay besides rows and gates: other models, recordings, what is switched off, and what ought to be refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 
 from rollproof.fakes.known_bugs.replay_planting import bug
-from rollproof.fakes.moe import MoeModel, chosen
 from rollproof.fakes.replay_parts import Microbatch, Pass, Router
 from rollproof.fakes.replay_references import CapturedPrefix, DenseFirst, ManyExperts, Pipelined, Recording
 from rollproof.fakes.replaying import ReplayTrainer
@@ -17,97 +16,6 @@ from rollproof.replay.events import Action, Phase, Step
 from rollproof.replay.layouts import Rank, Source
 
 __all__ = ["BUGS"]
-
-
-class _OwnModel(ReplayTrainer):
-    """A trainer whose models compute gates in a way of their own."""
-
-    kind: type[MoeModel] = MoeModel
-
-    def make_model(self, seed: int, extra: int) -> MoeModel:
-        model = super().make_model(seed, extra)
-        model.__class__ = self.kind
-        return model
-
-
-class _AfterTopK(MoeModel):
-    """Scores that are no part of the native top-k are zero when gates are gathered."""
-
-    def gates(self, scores: FloatArray, ids: IntArray) -> FloatArray:
-        return np.take_along_axis(scores * self._kept(scores), ids, axis=1)
-
-    def logits_backward(self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray) -> FloatArray:
-        return super().logits_backward(scores, ids, weights, d_weights * np.take_along_axis(self._kept(scores), ids, axis=1))
-
-    def _kept(self, scores: FloatArray) -> FloatArray:
-        kept = np.zeros_like(scores)
-        np.put_along_axis(kept, chosen(scores, self.top_k), 1.0, axis=1)
-        return kept
-
-
-class _ZeroedScores(_OwnModel):
-    kind = _AfterTopK
-
-
-class _Detached(MoeModel):
-    """Gate values have no graph."""
-
-    replaying: bool = False
-
-    def logits_backward(self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray) -> FloatArray:
-        return super().logits_backward(scores, ids, weights, d_weights * (0.0 if self.replaying else 1.0))
-
-
-class _Uniform(_Detached):
-    """Replayed experts all have the weight 1 / top_k."""
-
-    def gates(self, scores: FloatArray, ids: IntArray) -> FloatArray:
-        return np.full(ids.shape, 1.0 / self.top_k) if self.replaying else super().gates(scores, ids)
-
-
-class _HalfGraph(_Detached):
-    """The gradient through the normalisation of scores is lost."""
-
-    def logits_backward(self, scores: FloatArray, ids: IntArray, weights: FloatArray, d_weights: FloatArray) -> FloatArray:
-        if not self.replaying:
-            return super().logits_backward(scores, ids, weights, d_weights)
-        d_scores = np.zeros_like(scores)
-        np.add.at(d_scores, (np.arange(len(ids))[:, None], ids), d_weights)
-        return scores * d_scores
-
-
-class _Told(_OwnModel):
-    """Its model knows whether a step replays."""
-
-    def begin(self, step: Step) -> None:
-        super().begin(step)
-        if isinstance(self.model, _Detached):
-            self.model.replaying = step.action is Action.REPLAY and step.model == "policy"
-
-
-class _NoGraph(_Told):
-    kind = _Detached
-
-
-class _UniformGates(_Told):
-    kind = _Uniform
-
-
-class _HalfTheGraph(_Told):
-    kind = _HalfGraph
-
-
-class _OverNative(MoeModel):
-    """Weights are divided by the sum over the native top-k, whatever is executed."""
-
-    def gates(self, scores: FloatArray, ids: IntArray) -> FloatArray:
-        own = np.take_along_axis(scores, np.sort(chosen(scores, self.top_k), axis=1), axis=1)
-        return np.asarray(np.take_along_axis(scores, ids, axis=1) / own.sum(axis=1, keepdims=True))
-
-
-class _NormalisedOverNative(_OwnModel):
-    kind = _OverNative
-    normalised = True
 
 
 class _CriticReplayed(ReplayTrainer):
@@ -266,50 +174,6 @@ class _NarrowBuffer(DenseFirst):
 
 BUGS: tuple[KnownBug, ...] = (
     bug(
-        "replay-scores-after-top-k",
-        "Gates are gathered from scores of which only the native top-k is kept: what drifted apart has zero gates and no gradient.",
-        ("ISEEKYAN/Megatron-LM#79", "ISEEKYAN/Megatron-LM#49"),
-        _ZeroedScores,
-        "replay.gate-gradients",
-        episodes=("drift",),
-    ),
-    bug(
-        "replay-gates-detached",
-        "The gate values of replayed experts have no graph.",
-        ("cf. ISEEKYAN/Megatron-LM#79",),
-        _NoGraph,
-        "replay.gate-gradients",
-        "replay.gate-slope",
-        "replay.self-gradients",
-        episodes=("drift",),
-    ),
-    bug(
-        "replay-gates-uniform",
-        "Replayed experts all have the weight 1 / top_k.",
-        ("cf. miles#2722",),
-        _UniformGates,
-        "replay.self-loss",
-        "replay.self-gradients",
-        "replay.gate-gradients",
-    ),
-    bug(
-        "replay-gates-half-the-graph",
-        "The gradient of replayed gates leaves out the normalisation of the scores.",
-        ("cf. ISEEKYAN/Megatron-LM#79",),
-        _HalfTheGraph,
-        "replay.gate-slope",
-        "replay.self-gradients",
-        episodes=("drift",),
-    ),
-    bug(
-        "replay-normalised-over-native",
-        "Replayed gates are divided by the sum over the native top-k, as a constant.",
-        ("cf. ISEEKYAN/Megatron-LM#49",),
-        _NormalisedOverNative,
-        "replay.gate-slope",
-        episodes=("drift",),
-    ),
-    bug(
         "replay-critic",
         "Replay is registered for every model: the critic executes the policy's routes.",
         ("slime#1187",),
@@ -423,4 +287,4 @@ BUGS: tuple[KnownBug, ...] = (
         also=("replay.self-loss", "replay.self-gradients"),
     ),
 )
-"""Known bugs of gates, other models, recordings, modes and refusals."""
+"""Known bugs of other models, recordings, modes and refusals."""

@@ -1,0 +1,256 @@
+"""Known bugs of replay, passes and steps: targets that a recompute, a later step or another mode finds, or misses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from rollproof.fakes.known_bugs.replay_planting import RECOMPUTED, FallsBack, bug, routers
+from rollproof.fakes.moe import chosen
+from rollproof.fakes.replay_parts import Microbatch, Pass, Router
+from rollproof.fakes.replay_references import Interleaved, Recording
+from rollproof.fakes.replaying import ReplayTrainer
+from rollproof.known_bug import KnownBug
+from rollproof.records import FloatArray, IntArray
+from rollproof.replay.events import Action, Outcome, Phase, Purpose, Step
+from rollproof.replay.spy import Spy
+
+__all__ = ["BUGS"]
+
+
+class _QueuesKept(ReplayTrainer):
+    """Forward-only passes fill the queue of the backward pass, and nobody empties it."""
+
+    def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+        super().install(run, microbatch, layer, number, target, keep=True)
+
+    def end(self, step: Step) -> None:
+        for router in self.registry:
+            router.action, router.target = None, None
+
+
+class _ForgetsBeforeBackward(ReplayTrainer):
+    """The context of the replay closes after the forward pass; a recompute then chooses for itself."""
+
+    def head(self, run: Pass, microbatch: Microbatch) -> None:
+        super().head(run, microbatch)
+        for router in self.registry:
+            router.queue.clear()
+
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+        return routers(self, layers, FallsBack)
+
+
+class _LastQueued(Router):
+    """The recompute takes the target that was queued last."""
+
+    def take(self, phase: Phase) -> IntArray:
+        return self.queue.pop() if phase is Phase.RECOMPUTE and self.queue else super().take(phase)
+
+
+class _RecomputesTheNewest(Recording):
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+        return routers(self, layers, _LastQueued)
+
+
+class _OneSlot(Router):
+    """One target at a time, for forward and recompute alike: the next microbatch overwrites it."""
+
+    def install(self, target: IntArray, *, keep: bool) -> None:
+        self.target, self.queue = target, deque([target] * 9 if keep else [])
+
+
+class _Overwritten(Interleaved):
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+        return routers(self, layers, _OneSlot)
+
+
+class _RecomputesNative(ReplayTrainer):
+    """Only the forward pass is replayed."""
+
+    def route(self, run: Pass, microbatch: Microbatch, layer: int, x: FloatArray, phase: Phase) -> IntArray:
+        if phase is Phase.RECOMPUTE:
+            for router in self.registry:
+                router.action = None
+        else:
+            self.begin(run.step)
+        return super().route(run, microbatch, layer, x, phase)
+
+
+class _GivenTwice(ReplayTrainer):
+    """Targets are installed when the step begins, and again per microbatch: the queue holds each of them twice."""
+
+    def install(self, run: Pass, microbatch: Microbatch, layer: int, number: int, target: IntArray, *, keep: bool) -> None:
+        for _ in range(2):
+            super().install(run, microbatch, layer, number, target, keep=keep)
+
+
+class _OldLogprobsNative(ReplayTrainer):
+    """Old logprobs are computed without the rollout's routes."""
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        if step.purpose is Purpose.OLD_LOGPROB:
+            for router in self.registry:
+                router.action = None
+
+    def end(self, step: Step) -> None:
+        super().end(step)
+
+
+class _NoFinally(ReplayTrainer):
+    """What a step leaves is only cleared where it succeeds."""
+
+    def run(self, step: Step, spy: Spy) -> Outcome:
+        self.begin(step)
+        outcome = self.work(step, spy)
+        self.end(step)
+        return outcome
+
+
+class _StaysArmed(ReplayTrainer):
+    """The mode is set where a step replays, and never taken back; targets of the last microbatch stay."""
+
+    def begin(self, step: Step) -> None:
+        if step.action is Action.REPLAY:
+            super().begin(step)
+
+    def end(self, step: Step) -> None:
+        for router in self.registry:
+            router.queue.clear()
+
+    def make_routers(self, layers: Sequence[int]) -> dict[tuple[int, int], Router]:
+        return routers(self, layers, _KeepsTarget)
+
+
+class _KeepsTarget(Router):
+    """A target serves until the next one comes, for rows that fit it."""
+
+    def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
+        held = self.target
+        if self.action is Action.REPLAY and phase is Phase.FORWARD and (held is None or len(held) != len(scores)):
+            return chosen(scores, self.top_k)
+        ids = super().choose(scores, phase)
+        self.target = held
+        return ids
+
+
+class _EvaluationStays(ReplayTrainer):
+    """An evaluation that replays leaves its mode and targets behind."""
+
+    def end(self, step: Step) -> None:
+        if step.purpose is not Purpose.EVAL:
+            super().end(step)
+
+
+class _Swallows(ReplayTrainer):
+    """A failed step is told as a step without loss."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        try:
+            return super().work(step, spy)
+        except RuntimeError:
+            return Outcome(step=step.name, loss=0.0)
+
+
+BUGS: tuple[KnownBug, ...] = (
+    bug(
+        "replay-stale-queue",
+        "A forward-only pass fills the queue of the backward pass, and the next recompute takes what it left.",
+        ("SkyRL#1908",),
+        _QueuesKept,
+        "replay.recompute",
+        "replay.residue",
+        also=("replay.runs", "replay.recompute-results"),
+        episodes=RECOMPUTED,
+    ),
+    bug(
+        "replay-cleared-before-backward",
+        "Targets are cleared after the forward pass, and the recompute chooses for itself without a word.",
+        ("cf. SkyRL#1772",),
+        _ForgetsBeforeBackward,
+        "replay.recompute",
+        "replay.recompute-results",
+        episodes=RECOMPUTED,
+    ),
+    bug(
+        "replay-newest-recomputed",
+        "The recompute takes the target that was queued last, while a pipeline has several microbatches under way.",
+        ("cf. AReaL#1166",),
+        _RecomputesTheNewest,
+        "replay.recompute",
+        "replay.recompute-results",
+        episodes=RECOMPUTED,
+    ),
+    bug(
+        "replay-one-slot",
+        "A router holds one target, and the next microbatch overwrites it before the backward pass of this one.",
+        ("cf. AReaL#1166",),
+        _Overwritten,
+        "replay.recompute",
+        "replay.recompute-results",
+        episodes=RECOMPUTED,
+    ),
+    bug(
+        "replay-recompute-native",
+        "The forward pass is replayed, its recompute is not.",
+        ("cf. verl#4101",),
+        _RecomputesNative,
+        "replay.recompute",
+        "replay.recompute-results",
+        episodes=RECOMPUTED,
+    ),
+    bug(
+        "replay-given-twice",
+        "Targets are installed when a step begins and again per microbatch, so that the queue holds each twice.",
+        ("cf. verl#7106",),
+        _GivenTwice,
+        "replay.recompute",
+        "replay.installs",
+        also=("replay.recompute-results",),
+        episodes=RECOMPUTED,
+    ),
+    bug(
+        "replay-old-logprobs-native",
+        "Old logprobs are computed without the rollout's routes, which the update then replays.",
+        ("cf. miles#3277",),
+        _OldLogprobsNative,
+        "replay.old-logprob",
+        episodes=("old logprobs",),
+    ),
+    bug(
+        "replay-no-finally",
+        "Targets and modes are cleared only where a step succeeds.",
+        ("cf. SkyRL#1908",),
+        _NoFinally,
+        "replay.residue",
+        episodes=("failure in forward", "failure in recompute"),
+    ),
+    bug(
+        "replay-stays-armed",
+        "The mode is set by a step that replays and never taken back: native steps go on with the last target.",
+        ("cf. SkyRL#1908", "cf. OpenPipe/ART#709"),
+        _StaysArmed,
+        "replay.aftermath",
+        "replay.residue",
+        "replay.off",
+        episodes=("evaluation", "switching"),
+    ),
+    bug(
+        "replay-evaluation-stays",
+        "An evaluation leaves its mode and its targets behind.",
+        ("cf. SkyRL#1908",),
+        _EvaluationStays,
+        "replay.residue",
+        episodes=("evaluation",),
+    ),
+    bug(
+        "replay-failure-swallowed",
+        "A step that failed in the middle is told as a step without loss.",
+        ("cf. Helsinki-NLP/mammoth#78", "cf. OpenNMT-py#2195"),
+        _Swallows,
+        "replay.failures",
+        episodes=("failure in forward", "failure in recompute"),
+    ),
+)
+"""Known bugs of replay: what is kept too long, or not long enough."""
