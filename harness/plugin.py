@@ -200,7 +200,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if hasattr(metafunc.function, "_rollproof_suite"):
-        from rollproof.suites import parametrize
+        from rollproof.items import parametrize
 
         parametrize(metafunc)
 
@@ -208,7 +208,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     if hasattr(pyfuncitem.function, "_rollproof_suite"):
-        from rollproof.suites import run_item
+        from rollproof.items import run_item
 
         run_item(pyfuncitem)
 
@@ -229,7 +229,7 @@ def rollproof_profile(pytestconfig: pytest.Config) -> str:
 @pytest.fixture(scope="session")
 def rollproof_seed(pytestconfig: pytest.Config) -> int:
     """The seed in force: the option, else the profile's own, else one drawn for this session."""
-    from rollproof.suites import seed_of
+    from rollproof.items import seed_of
 
     state = pytestconfig.stash[STATE]
     return seed_of(state, state.settings.profile)
@@ -336,7 +336,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             # As text: what to_dict holds need not be of the exact builtin types that execnet takes.
             session.config.workeroutput["rollproof"] = json.dumps(state.reports)  # type: ignore[attr-defined]  # set by xdist in its workers
     elif state.settings.report or state.settings.accept:
-        from rollproof.suites import write_files
+        from rollproof.items import write_files
 
         state.closing, whole = write_files(state)
         if not whole and session.exitstatus == pytest.ExitCode.OK:

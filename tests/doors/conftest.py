@@ -17,9 +17,9 @@ def pytester(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pyte
 @pytest.fixture
 def fake_runs(monkeypatch: pytest.MonkeyPatch, pytester: pytest.Pytester) -> pytest.Pytester:
     """A pytester whose inner runs, in this process or in others, have the verdicts that their subjects name."""
-    for module in ("suites", "checks", "expected"):
+    for module in ("suites", "items", "checks", "expected"):
         monkeypatch.setattr(f"rollproof.{module}.default_registry", lambda: fake_campaign.REGISTRY)
-    monkeypatch.setattr("rollproof.suites.run_conformance", fake_campaign.run)
+    monkeypatch.setattr("rollproof.items.run_conformance", fake_campaign.run)
     monkeypatch.setenv("RUNS", str(pytester.path / "runs"))
     pytester.makepyfile(fake_campaign=inspect.getsource(fake_campaign))
     pytester.makeconftest("import fake_campaign\nfake_campaign.install()\n")

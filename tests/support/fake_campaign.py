@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollproof import suites
+from rollproof import items, suites
 from rollproof.checks import CheckResult, Finding, Registry, Verdict, request_check
 from rollproof.errors import SubjectError
 from rollproof.report import Canary, Report
@@ -67,6 +67,6 @@ def install() -> None:
     """Take the place of ``run_conformance`` and of the registry, for the whole process."""
     from rollproof import checks, expected
 
-    suites.run_conformance = run
-    for module in (suites, checks, expected):
+    items.run_conformance = run
+    for module in (suites, items, checks, expected):
         module.default_registry = lambda: REGISTRY
