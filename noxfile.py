@@ -97,19 +97,27 @@ def cpu(session: nox.Session) -> None:
 
 @nox.session
 def trainers(session: nox.Session) -> None:
-    """Run the tests that drive real trainers on the CPU; `-- --table FILE [SETUP ...]` judges Megatron setups and writes the verdicts."""
-    install(session, "test")
+    """Run the tests that drive real trainers on the CPU; `-- --table FILE [SETUP ...]` judges Megatron setups and writes the verdicts.
+
+    On Python 3.11 verl's and SkyRL's replay code is judged, too. `nox -s trainers --force-python 3.12` is the nightly one: the newest
+    megatron-core that the stand-in knows.
+    """
+    newer = _newer_python(session)
     # The CPU build of torch, where one is offered: a CUDA build works too and is twenty times as large.
     session.install("torch==2.13.0", "transformers==5.24.0")
     # Its metadata asks for torch, numpy and packaging only, but pins none: without them the torch above stays. 0.16.1 is the newest for
     # Python 3.11; 0.19 needs 3.12 and imports triton.
-    session.install("packaging", *(["triton"] if _newer_python(session) else []))
-    session.install("--no-deps", f"megatron-core=={'0.19.2' if _newer_python(session) else '0.16.1'}")
+    session.install("packaging", *(["triton"] if newer else []))
+    session.install("--no-deps", f"megatron-core=={'0.19.2' if newer else '0.16.1'}")
+    if not newer:
+        session.install("-r", str(ROOT / "harness" / "stacks" / "requirements" / "verl.txt"))
+        session.install("--no-deps", "verl==0.9.1", "skyrl==0.3.0")
+    install(session, "test")
     if session.posargs[:1] == ["--table"]:
         session.run("python", "-W", "ignore", "-m", "rollproof.replay.megatron.table", *session.posargs[1:])
         return
     # One process: the ranks that the tests fork are processes of their own.
-    session.run("pytest", *(session.posargs or ["tests/replay"]))
+    session.run("pytest", *(session.posargs or ["tests/replay", "tests/stacks/test_replay_layouts.py"]))
 
 
 @nox.session
