@@ -138,6 +138,8 @@ class Batch:
                 continue
             token = next_token(call.key, call.state)
             call.ids.append(token)
+            if call.heard is not None:
+                call.heard(call)
             if call.watched or token == eos or len(call.ids) >= call.limit:
                 self._look(call)
             call.state = extend(call.state, token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -26,7 +27,7 @@ class EngineCall:
     many tokens on, tokens are sampled under this key, shown under this label. ``kept`` are rows that outlive their KV.
     ``started`` says that it left the queue at least once, ``held`` that it may not leave it in this step, ``deferred``
     that the engine has not looked yet whether it is finished. ``watched``: the hooks want to see each of its tokens.
-    ``shares``: its KV may go into the prefix cache; not when that was cleared since.
+    ``shares``: its KV may go into the prefix cache; not when that was cleared since. ``heard`` is told of each token, for a stream.
     """
 
     call_id: int
@@ -58,6 +59,7 @@ class EngineCall:
     lost_after: int | None = None
     late_by: int = 0
     duplicated: bool = False
+    heard: Callable[[EngineCall], None] | None = None
 
     @property
     def sampled(self) -> int:

@@ -8,7 +8,7 @@ before the tokens of the step. Weights change between steps, also while calls ru
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,11 +94,14 @@ class FakeEngine:
         want_routes: bool = True,
         want_logprobs: bool = True,
         routes_start: int = 0,
+        heard: Callable[[EngineCall], None] | None = None,
+        delivered: bool = True,
     ) -> EngineOutput:
         """One call: up to ``max_tokens`` tokens (``None``: up to the model's length) after ``prompt_ids``.
 
         ``request_id`` is the engine's own handle of the call, for ``abort``. Rows come from ``routes_start`` on where
-        the flavour knows that option; elsewhere it is ignored, and the output says 0. Raises ``BadCall``,
+        the flavour knows that option; elsewhere it is ignored, and the output says 0. ``heard`` is told of every token, for a stream;
+        without ``delivered`` the trace says that nobody will receive the reply. Raises ``BadCall``,
         ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` where the flavour raises while paused.
         """
         ids = as_tokens(prompt_ids, what="prompt_ids")
@@ -124,7 +127,9 @@ class FakeEngine:
         if refused is not None:
             await self._answer_late()
             return handed(self._recorder.record(refused).output)
-        return await self._answer(self._enqueue(call, request_id))
+        queued = self._enqueue(call, request_id)
+        queued.heard = heard
+        return await self._answer(queued, delivered=delivered)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:
         """End the calls whose handle is ``wanted`` (``"*"``: all), with what they have; returns their call ids."""
@@ -303,7 +308,7 @@ class FakeEngine:
         self._wake()
         return queued
 
-    async def _answer(self, call: EngineCall) -> EngineOutput:
+    async def _answer(self, call: EngineCall, *, delivered: bool = True) -> EngineOutput:
         """Wait for the reply and hand it over; the faults that were planned for it happen on the way."""
         try:
             reply = await call.future
@@ -319,7 +324,7 @@ class FakeEngine:
             self._deliver(reply, delivered=False)
             await asyncio.sleep(call.lost_after * self.options.step)
             raise ReplyLost(f"The connection to {self.server_id} broke before the reply arrived.")
-        self._deliver(reply)
+        self._deliver(reply, delivered=delivered)
         if call.duplicated:
             self._deliver(reply, delivered=False, duplicate=True)
         return handed(reply.output)

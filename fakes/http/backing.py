@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
 from rollproof.case import EngineOptions, Model
-from rollproof.contract import KvPolicy
-from rollproof.fakes.batching import EngineHooks
+from rollproof.contract import Contract, KvPolicy
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.engine import MAX_LENGTH, FakeEngine
+from rollproof.fakes.failures import TransferFailed
 from rollproof.fakes.flavours import Flavour, engine_contract, flavour_named
-from rollproof.records import Version
+from rollproof.fakes.fleet import CURRENT_REQUEST
+from rollproof.fakes.http.bodies import BadRequest
+from rollproof.fakes.http.fault_plan import FaultPlan, Faults
+from rollproof.fakes.http.samples import Attributing, Samples
+from rollproof.records import EngineOutput, Version
 from rollproof.trace import Header, Recorder, TraceSink, Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rollproof.fakes.calls import EngineCall
+    from rollproof.fakes.http.asgi import Asked
 
-__all__ = ["Backing", "Sampled", "ServeOptions"]
+__all__ = ["OWNER_HEADER", "Backing", "RoutesForm", "ServeOptions", "Wanted"]
+
+OWNER_HEADER = "x-rollproof-request"
+"""The header by which a client may say which of its requests a call belongs to."""
+
+
+class RoutesForm(StrEnum):
+    """How routes are written into JSON."""
+
+    INT32 = "int32"
+    """Base64 of int32, without a shape: SGLang."""
+    COMPACT = "compact"
+    """Base64 of the smallest type, whose name stands in ``routed_experts_dtype``: SGLang with SGLANG_ROUTED_EXPERTS_DTYPE."""
+    NPY = "npy"
+    """Base64 of a ``.npy`` file: vLLM."""
+    DESCRIBED = "described"
+    """Base64 with shape, dtype and the position of the first row: prime-rl, which has it in place of vLLM's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +49,8 @@ class ServeOptions:
     """What a served engine is: ``flavour``, the ``model`` it stands for, ``engine`` options (times in real seconds), the first ``label``.
 
     ``max_length`` bounds prompt and response, ``max_body`` a request's bytes. ``incremental`` streams only what is new in each event;
-    without a ``tokenizer`` (SGLang's skip_tokenizer_init) replies have no text.
+    without a ``tokenizer`` (SGLang's skip_tokenizer_init) replies have no text. ``routes`` is the form of routes where it is not the
+    server's own; ``nested_routes``: SkyRL's endpoint sends lists in lists, as 0.3 did. ``contract`` is what the stack promises.
     """
 
     flavour: str
@@ -42,37 +62,28 @@ class ServeOptions:
     max_body: int = 64 << 20
     incremental: bool = False
     tokenizer: bool = True
+    routes: RoutesForm | None = None
+    nested_routes: bool = False
+    contract: Contract | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sampled:
-    """What a call has sampled so far, and the key of the coded policy under which the last token was."""
+class Wanted:
+    """One call that a client asks for."""
 
-    tokens: tuple[int, ...]
-    key: Version
-
-
-class _Watching(EngineHooks):
-    """Tells those who stream of each token of their call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queues: dict[str, asyncio.Queue[Sampled]] = {}
-
-    def watches(self, request_id: str) -> bool:
-        return request_id in self.queues
-
-    def sampled(self, call: EngineCall) -> bool:
-        queue = self.queues.get(call.rid)
-        if queue is not None:
-            queue.put_nowait(Sampled(tokens=tuple(call.ids[call.prompt_len :]), key=call.key))
-        return False
+    prompt: tuple[int, ...]
+    rid: str
+    max_tokens: int | None
+    sampling: Mapping[str, Any]
+    routes: bool = True
+    logprobs: bool = True
+    routes_start: int = 0
 
 
 class Backing:
     """One engine, made inside a running event loop. ``sinks`` are handed every event as it happens; ``keep`` holds them in memory, too.
 
-    ``behind`` is an engine that is there already, with its recorder (one of a fleet): its calls cannot be watched token by token.
+    ``behind`` is an engine that is there already, with its recorder (one of a fleet, whose schedule of faults holds).
     """
 
     def __init__(
@@ -81,42 +92,96 @@ class Backing:
         sinks: Iterable[TraceSink] = (),
         *,
         keep: bool = True,
+        plan: FaultPlan | None = None,
         behind: tuple[FakeEngine, Recorder] | None = None,
     ) -> None:
         self.options = options
-        self.flavour: Flavour = flavour_named(options.flavour)
-        self._hooks = _Watching()
+        self.plan: FaultPlan = plan or FaultPlan()
+        self.faults: Faults | None = Faults(self.plan) if self.plan.faults else None
         self._versions: dict[str, int] = {}
         self._newest = 0
-        self.served: int = 0
-        self.policy: CodedPolicy
-        self.recorder: Recorder
-        self.engine: FakeEngine
+        self._rids: set[str] = set()
+        self.samples: Samples | None = None
         if behind is not None:
-            self.engine, self.recorder = behind
-            self.policy = self.engine.policy
-            return
-        self.policy = CodedPolicy.from_model(options.model, options.seed)
-        self.recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
-        self.engine = FakeEngine(
-            "s0",
-            self.policy,
-            self.flavour,
-            options.engine,
-            self.recorder,
-            version=0,
-            label=options.label,
-            hooks=self._hooks,
-            max_length=options.max_length,
-        )
-        self.recorder.record(Weights(server_id="s0", version=0, label=options.label, flushed=True))
+            self.engine: FakeEngine = behind[0]
+            self.recorder: Recorder = behind[1]
+        else:
+            self.recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
+            self.samples = Samples(self.recorder)
+            self.engine = FakeEngine(
+                "s0",
+                CodedPolicy.from_model(options.model, options.seed),
+                flavour_named(options.flavour),
+                options.engine,
+                self.recorder,
+                version=0,
+                label=options.label,
+                hooks=Attributing(self.samples, self.plan.actions, self),
+                max_length=options.max_length,
+            )
+            self.recorder.record(Weights(server_id="s0", version=0, label=options.label, flushed=True))
+        self.policy: CodedPolicy = self.engine.policy
+        self.flavour: Flavour = self.engine.flavour
 
     @staticmethod
     def header(options: ServeOptions) -> Header:
-        """What the trace of such an engine says about itself."""
-        contract = engine_contract(flavour_named(options.flavour), options.model, KvPolicy.KEEP)
+        """What the trace of such an engine says about itself; the stack's contract is the engine's where none was declared."""
+        engine = engine_contract(flavour_named(options.flavour), options.model, KvPolicy.KEEP)
         policy = CodedPolicy.from_model(options.model, options.seed)
-        return Header(subject=f"served {options.flavour}", contract=contract, engine=contract, seed=options.seed, coding=policy.to_dict())
+        return Header(
+            subject=f"served {options.flavour}",
+            contract=options.contract or engine,
+            engine=engine,
+            seed=options.seed,
+            coding=policy.to_dict(),
+        )
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary."""
+        return self.policy.vocab
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a call may have."""
+        return self.engine.max_length
+
+    @property
+    def label(self) -> str | None:
+        """The label that the engine shows, as text."""
+        return None if self.engine.label is None else str(self.engine.label)
+
+    async def generate(
+        self, asked: Asked, wanted: Wanted, *, heard: Callable[[EngineCall], None] | None = None, unique: bool = False
+    ) -> EngineOutput:
+        """Have the engine run one call. With ``unique`` a handle that a call in flight has is refused."""
+        if unique:
+            if wanted.rid in self._rids:
+                raise BadRequest(f"Duplicate request ID detected: {wanted.rid}", param="rid")
+            self._rids.add(wanted.rid)
+        owner = asked.header(OWNER_HEADER)
+        token = None if owner is None else CURRENT_REQUEST.set(owner)
+        output = None
+        try:
+            output = await self.engine.generate(
+                prompt_ids=wanted.prompt,
+                max_tokens=wanted.max_tokens,
+                request_id=wanted.rid,
+                sampling=wanted.sampling,
+                want_routes=wanted.routes,
+                want_logprobs=wanted.logprobs,
+                routes_start=wanted.routes_start,
+                heard=heard,
+                delivered="rollproof.lost" not in asked.scope,
+            )
+            return output
+        finally:
+            if self.samples is not None:
+                self.samples.answered(wanted.rid, wanted.prompt, output)
+            if token is not None:
+                CURRENT_REQUEST.reset(token)
+            if unique:
+                self._rids.discard(wanted.rid)
 
     def version_of(self, name: str | None) -> int:
         """The weights that ``name`` (a path) stands for: the same name is the same weights; without one, new weights each time."""
@@ -128,21 +193,25 @@ class Backing:
         return self._newest
 
     async def load(self, name: str | None, label: Version, *, flush: bool) -> None:
-        """Take the weights ``name`` under ``label`` (``None``: the label stays as it was), and drop shared KV where ``flush`` says so."""
+        """Take the weights ``name`` under ``label`` (``None``: the label stays as it was), and drop shared KV where ``flush`` says so.
+
+        Raises ``TransferFailed``.
+        """
         version = self.version_of(name)
         await self.engine.load(version, self.engine.label if label is None else label, identity=version == self.engine.version)
         if flush:
             self.engine.reset_prefix_cache()
 
-    @contextmanager
-    def watched(self, rid: str) -> Iterator[asyncio.Queue[Sampled]]:
-        """A queue that is told of the call ``rid`` each time it has sampled a token."""
-        queue: asyncio.Queue[Sampled] = asyncio.Queue()
-        self._hooks.queues[rid] = queue
+    async def load_or_refuse(self, name: str | None, label: Version, *, flush: bool) -> None:
+        """The same, with a failed transfer as a refusal with status 500."""
         try:
-            yield queue
-        finally:
-            del self._hooks.queues[rid]
+            await self.load(name, label, flush=flush)
+        except TransferFailed as error:
+            raise BadRequest(str(error), 500) from error
+
+    def relabel(self, label: str) -> None:
+        """Publish ``label``; the weights stay."""
+        self.engine.relabel(label)
 
     def loads(self) -> Mapping[str, int]:
         """Calls that run and that wait, and tokens in use."""

@@ -12,16 +12,17 @@ import uvicorn
 
 from rollproof.errors import UsageError
 from rollproof.fakes.http.backing import Backing, ServeOptions
+from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.fakes.http.sglang import sglang_app
 from rollproof.fakes.http.vllm import vllm_app
 from rollproof.trace import TraceSink
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
+    from rollproof.fakes.http.asgi import Face
 
 __all__ = ["FACES", "bound_socket", "serve_forever", "serving"]
 
-FACES: Mapping[str, tuple[Callable[[Backing], Starlette], str]] = {"sglang": (sglang_app, "sglang"), "vllm": (vllm_app, "vllm")}
+FACES: Mapping[str, tuple[Callable[[Backing], Face], str]] = {"sglang": (sglang_app, "sglang"), "vllm": (vllm_app, "vllm")}
 """Faces by name: the application, and the flavour of engine that it stands in front of."""
 
 
@@ -41,11 +42,16 @@ def bound_socket(port: int = 0) -> socket.socket:
 
 @asynccontextmanager
 async def serving(
-    face: str, options: ServeOptions | None = None, *, sinks: Iterable[TraceSink] = (), port: int = 0
+    face: str,
+    options: ServeOptions | None = None,
+    *,
+    sinks: Iterable[TraceSink] = (),
+    port: int = 0,
+    plan: FaultPlan | None = None,
 ) -> AsyncIterator[tuple[str, Backing]]:
     """Serve ``face`` in the running loop; gives its address ``http://127.0.0.1:port`` and the engine behind it."""
     make, flavour = _face(face)
-    backing = Backing(options or ServeOptions(flavour=flavour), sinks)
+    backing = Backing(options or ServeOptions(flavour=flavour), sinks, plan=plan)
     listening = bound_socket(port)
     server = uvicorn.Server(_config(make(backing), access_log=False))
     task = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -60,13 +66,19 @@ async def serving(
 
 
 def serve_forever(
-    face: str, options: ServeOptions, listening: socket.socket, *, sinks: Iterable[TraceSink] = (), access_log: bool = True
+    face: str,
+    options: ServeOptions,
+    listening: socket.socket,
+    *,
+    sinks: Iterable[TraceSink] = (),
+    access_log: bool = True,
+    plan: FaultPlan | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; requests in flight are given a moment to end."""
     make, _ = _face(face)
 
     async def run() -> None:
-        backing = Backing(options, sinks, keep=False)
+        backing = Backing(options, sinks, keep=False, plan=plan)
         await uvicorn.Server(_config(make(backing), access_log=access_log)).serve(sockets=[listening])
 
     asyncio.run(run())
@@ -78,7 +90,7 @@ def _face(name: str) -> tuple[Any, str]:
     return FACES[name]
 
 
-def _config(app: Starlette, *, access_log: bool) -> uvicorn.Config:
+def _config(app: Face, *, access_log: bool) -> uvicorn.Config:
     return uvicorn.Config(
         app, access_log=access_log, log_level="info" if access_log else "warning", timeout_graceful_shutdown=3, lifespan="off"
     )

@@ -1,339 +1,474 @@
-"""vLLM's server: the endpoints that reinforcement learning uses (those of ``VLLM_SERVER_DEV_MODE=1`` among them), and what SkyRL,
-prime-rl and AReaL add to it. Fields were read in the sources of vLLM 0.26 to 0.32; no running server was compared yet.
+"""vLLM's server: the endpoints that reinforcement learning uses, those of ``VLLM_SERVER_DEV_MODE=1`` among them.
 
-The fake has no tokenizer: texts are words ``w5 w6``, one a token.
+The fake has no tokenizer: texts are words ``w5 w6``, one a token. What SkyRL, prime-rl and AReaL add is in ``private.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
-from rollproof.fakes.failures import BadCall, TransferFailed
-from rollproof.fakes.http.application import BadRequest, application, body_of, field, text_of, token_ids, words_of
-from rollproof.fakes.http.backing import Backing
-from rollproof.fakes.http.wire import as_described, as_npy
-from rollproof.records import EngineOutput, FinishReason, IntArray
+from rollproof.fakes.calls import EngineCall
+from rollproof.fakes.failures import BadCall
+from rollproof.fakes.http import vllm_call as written
+from rollproof.fakes.http.asgi import Answer, Asked, Endpoints, Events, Face
+from rollproof.fakes.http.backing import Backing, Wanted
+from rollproof.fakes.http.bodies import BadRequest, dumped, field, text_of, token_ids, words_of
+from rollproof.fakes.http.private import private_endpoints
+from rollproof.fakes.http.sglang_call import last_logprob
+from rollproof.fakes.http.telling import told_endpoints
+from rollproof.fakes.http.vllm_call import VllmCall
+from rollproof.records import EngineOutput
 from rollproof.trace import PauseMode
 
 __all__ = ["vllm_app"]
 
 _MODES = {"abort": PauseMode.ABORT, "wait": PauseMode.WAIT, "keep": PauseMode.KEEP}
-_UNLIMITED = 16
-"""vLLM's own max_tokens where a request states none."""
 
 
-def vllm_app(backing: Backing) -> Starlette:
+def vllm_app(backing: Backing) -> Face:
     """The application; ``backing`` is its engine."""
-    face = _Face(backing)
-    posts = {
-        "/inference/v1/generate": face.generate,
-        "/skyrl/v1/generate": face.generate,
-        "/v1/completions": face.completions,
-        "/v1/chat/completions": face.chat,
-        "/pause": face.pause,
-        "/resume": face.resume,
-        "/abort_requests": face.abort,
-        "/inference/v1/abort_requests": face.abort,
-        "/reset_prefix_cache": face.reset,
-        "/sleep": face.sleep,
-        "/wake_up": face.done,
-        "/collective_rpc": face.collective_rpc,
-        "/init_weight_transfer_engine": face.done,
-        "/start_weight_update": face.done,
-        "/update_weights": face.update,
-        "/finish_weight_update": face.done,
-        "/update_weight_version": face.relabel,
-        "/areal_pause_generation": face.pause_all,
-        "/areal_continue_generation": face.resume,
+    calls, control = _Calls(backing), _Control(backing)
+    endpoints: Endpoints = {
+        "/inference/v1/generate": calls.generate,
+        "/v1/completions": calls.completions,
+        "/v1/chat/completions": calls.chat,
+        "/pause": control.pause,
+        "/resume": control.resume,
+        "/is_paused": {"GET": control.is_paused},
+        "/abort_requests": control.abort,
+        "/inference/v1/abort_requests": control.abort_by_id,
+        "/reset_prefix_cache": control.reset,
+        "/reset_mm_cache": control.nothing,
+        "/reset_encoder_cache": control.nothing,
+        "/sleep": control.sleep,
+        "/wake_up": control.wake_up,
+        "/is_sleeping": {"GET": control.is_sleeping},
+        "/collective_rpc": control.collective_rpc,
+        "/init_weight_transfer_engine": control.init_transfer,
+        "/shutdown_weight_transfer_engine": control.said("Weight transfer shut down"),
+        "/start_weight_update": control.said("Weight update started"),
+        "/start_draft_weight_update": control.said("Draft weight update started"),
+        "/update_weights": control.update,
+        "/finish_weight_update": control.finish,
+        "/update_weight_version": control.relabel,
+        "/weight_info": {"GET": control.weight_info},
+        "/get_world_size": {"GET": control.world_size},
+        "/health": {"GET": control.health},
+        "/ping": {"GET": control.health, "POST": control.health},
+        "/version": {"GET": control.version},
+        "/load": {"GET": control.load},
+        "/v1/models": {"GET": control.models},
+        **private_endpoints(backing),
+        **told_endpoints(backing),
     }
-    gets = {
-        "/health": face.health,
-        "/is_paused": face.is_paused,
-        "/weight_info": face.weight_info,
-        "/get_world_size": face.world_size,
-        "/version": face.version,
-        "/v1/models": face.models,
-    }
-    return application(posts, gets, {}, wrong=_wrong)
+    return Face(
+        endpoints,
+        wrong=_wrong,
+        most=backing.options.max_body,
+        faults=backing.faults,
+        alive=lambda: backing.engine.alive,
+        not_found=_http_error("Not Found", 404),
+        not_allowed=_http_error("Method Not Allowed", 405),
+    )
 
 
 def _wrong(error: BadRequest) -> Mapping[str, Any]:
-    return {"error": {"message": str(error), "type": "BadRequestError", "param": None, "code": error.status}}
+    kind = "Bad Request" if error.malformed else "InternalServerError" if error.status >= 500 else "BadRequestError"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.status}}
 
 
-class _Face:
+def _http_error(text: str, status: int) -> Mapping[str, Any]:
+    return {"error": {"message": text, "type": text, "param": None, "code": status}}
+
+
+class _Calls:
+    """The endpoints that sample."""
+
+    def __init__(self, backing: Backing) -> None:
+        self._backing = backing
+
+    async def generate(self, asked: Asked) -> Answer:
+        """Tokens in, tokens out."""
+        body = self._body(asked)
+        given = field(body, "token_ids", list, None)
+        if given is None:
+            raise BadRequest("1 validation error: token_ids is required.", malformed=True, param="body.token_ids")
+        if not given or any(type(token) is not int or token < 0 for token in given):
+            raise BadRequest("1 validation error: token_ids must hold ids, none negative.", malformed=True, param="body.token_ids")
+        ids = token_ids(given, "token_ids", self._backing.vocab)
+        sampling = field(body, "sampling_params", dict, {})
+        call = VllmCall(asked, body, [ids], sampling, self._backing, prefix="generate-tokens-", default=None)
+        if call.stream:
+            return Events(self._streamed(asked, call, _TokensPart(self._backing, call)))
+        outputs = await self._outputs(asked, call)
+        blank = dict.fromkeys(
+            ("prompt_logprobs", "prompt_token_id_logprobs", "mm_placeholders", "metrics", "kv_transfer_params", "ec_transfer_params")
+        )
+        head = {"request_id": call.id, "model": call.model, "created": int(time.time()), "usage": self._usage(call, outputs)}
+        choices = [written.tokens_choice(call, i, output, self._backing) for i, output in enumerate(outputs)]
+        tail = {"prompt_token_ids": list(ids) if call.token_ids else None, "output_mode": "tokens", "choices": choices}
+        return _compact({**head, **blank, **tail})
+
+    async def completions(self, asked: Asked) -> Answer:
+        body = self._body(asked)
+        call = VllmCall(asked, body, self._prompts(body), body, self._backing, prefix="cmpl-", default=16)
+        if call.stream:
+            return Events(self._streamed(asked, call, _CompletionPart(self._backing, call)))
+        outputs = await self._outputs(asked, call)
+        wanted = call.wanted()
+        choices = [
+            written.completion_choice(call, i, one.prompt, output, self._backing)
+            for i, (one, output) in enumerate(zip(wanted, outputs, strict=True))
+        ]
+        blank = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"))
+        reply = {**written.envelope(call, "text_completion"), "choices": choices, "usage": self._usage(call, outputs)}
+        return _compact({**reply, **blank})
+
+    async def chat(self, asked: Asked) -> Answer:
+        body = self._body(asked)
+        ids = words_of(self._text(body), self._backing.vocab)
+        call = VllmCall(asked, body, [ids], body, self._backing, prefix="chatcmpl-", default=None)
+        if call.stream:
+            return Events(self._streamed(asked, call, _ChatPart(self._backing, call)))
+        outputs = await self._outputs(asked, call)
+        choices = [written.chat_choice(call, i, output, self._backing) for i, output in enumerate(outputs)]
+        names = (
+            "service_tier",
+            "system_fingerprint",
+            "prompt_logprobs",
+            "prompt_text",
+            "kv_transfer_params",
+            "ec_transfer_params",
+            "metrics",
+        )
+        reply = {**written.envelope(call, "chat.completion"), "choices": choices, "usage": self._usage(call, outputs)}
+        return _compact({**reply, **dict.fromkeys(names), "prompt_token_ids": list(ids) if call.token_ids else None})
+
+    def _body(self, asked: Asked) -> dict[str, Any]:
+        media = (asked.header("content-type") or "").partition(";")[0].strip().lower()
+        if media != "application/json":
+            raise BadRequest("1 validation error: Only 'application/json' is allowed", malformed=True, param="header.content-type")
+        return asked.body(empty=False)
+
+    def _prompts(self, body: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        prompt, vocab = body.get("prompt"), self._backing.vocab
+        if isinstance(prompt, str):
+            return [words_of(prompt, vocab)]
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            return [words_of(one, vocab) if isinstance(one, str) else token_ids(one, "prompt", vocab) for one in prompt]
+        if not prompt:
+            raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
+        return [token_ids(prompt, "prompt", vocab)]
+
+    def _text(self, body: Mapping[str, Any]) -> str:
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise BadRequest("1 validation error: messages must be a list of objects.", malformed=True, param="body.messages")
+        words = [message.get("content") for message in messages]
+        parts = [
+            " ".join(str(part.get("text") or "") for part in one if isinstance(part, dict)) if isinstance(one, list) else str(one or "")
+            for one in words
+        ]
+        return " ".join(parts)
+
+    def _usage(self, call: VllmCall, outputs: list[EngineOutput]) -> dict[str, Any]:
+        return written.usage(sum(map(len, call.prompts)), sum(len(output.token_ids) for output in outputs))
+
+    async def _outputs(self, asked: Asked, call: VllmCall) -> list[EngineOutput]:
+        wanted = call.wanted()
+        if len(wanted) == 1:
+            return [await self._backing.generate(asked, wanted[0])]
+        return list(await asyncio.gather(*(self._backing.generate(asked, one) for one in wanted)))
+
+    async def _streamed(self, asked: Asked, call: VllmCall, part: _Part) -> AsyncIterator[bytes]:
+        """Deltas; the last tokens of a choice come with its reason, then usage where asked, and the end mark."""
+        ready: asyncio.Queue[tuple[int, list[int], list[float]] | int] = asyncio.Queue()
+        wanted = call.wanted()
+        sent = [0] * len(wanted)
+
+        def hearing(number: int, one: Wanted) -> Callable[[EngineCall], None]:
+            def heard(running: EngineCall) -> None:
+                if len(running.ids) < running.limit:
+                    sent[number] = running.sampled
+                    ready.put_nowait((number, [running.ids[-1]], [last_logprob(running, self._backing)] if one.logprobs else []))
+
+            return heard
+
+        def ended(number: int) -> Callable[[object], None]:
+            return lambda _: ready.put_nowait(number)
+
+        tasks = [asyncio.ensure_future(self._backing.generate(asked, one, heard=hearing(i, one))) for i, one in enumerate(wanted)]
+        for i, task in enumerate(tasks):
+            task.add_done_callback(ended(i))
+        try:
+            for i in range(len(wanted)):
+                for chunk in part.opening(i):
+                    yield _event(chunk)
+            left = len(tasks)
+            while left:
+                told = await ready.get()
+                if isinstance(told, int):
+                    left -= 1
+                    output = tasks[told].result()
+                    logprobs = [] if output.logprobs is None else output.logprobs.tolist()[sent[told] :]
+                    yield _event(part.chunk(told, output.token_ids[sent[told] :], logprobs, output))
+                else:
+                    yield _event(part.chunk(*told, None))
+            if call.options.get("include_usage"):
+                yield _event(part.usage(self._usage(call, [task.result() for task in tasks])))
+        except (BadCall, BadRequest) as error:
+            yield _event(_wrong(BadRequest(str(error))))
+        finally:
+            if not all(task.done() for task in tasks):
+                await self._backing.engine.abort(call.id)
+                await asyncio.gather(*tasks, return_exceptions=True)
+        yield b"data: [DONE]\n\n"
+
+
+class _Part:
+    """How a part of a stream is written. Keys that were not set are left out, as vLLM does."""
+
+    kind = ""
+
+    def __init__(self, backing: Backing, call: VllmCall) -> None:
+        self.backing, self.call = backing, call
+        self._begun: set[int] = set()
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        return []
+
+    def chunk(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+        return {**written.envelope(self.call, self.kind), "choices": [self.choice(index, tokens, logprobs, output)]}
+
+    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+        raise NotImplementedError("a part says how it is written")
+
+    def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:
+        return {**written.envelope(self.call, self.kind), "choices": [], "usage": _without_nulls(counts)}
+
+
+class _CompletionPart(_Part):
+    kind = "text_completion"
+
+    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+        call, first = self.call, index not in self._begun
+        self._begun.add(index)
+        flat = None if call.top is None else written.completion_logprobs(call, tokens, logprobs)
+        text = text_of(tokens) if output is not None else text_of(tokens) + " "
+        choice = {"index": index, "text": text, "logprobs": flat}
+        choice |= {"finish_reason": None if output is None else written.finish_of(output), "stop_reason": None}
+        prompt = list(call.wanted()[index].prompt) if call.token_ids and first else None
+        choice |= {"prompt_token_ids": prompt, "token_ids": list(tokens) if call.token_ids else None}
+        return {**choice, "weight_versions": written.spans_of(output, self.backing)} if call.spans and output is not None else choice
+
+
+class _ChatPart(_Part):
+    kind = "chat.completion.chunk"
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        prompt = {"prompt_token_ids": list(self.call.prompts[0]) if self.call.token_ids else None, "prompt_text": None}
+        return [{**written.envelope(self.call, self.kind), "choices": [choice], **prompt}]
+
+    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+        call = self.call
+        content = None if call.top is None else written.chat_logprobs(call, tokens, logprobs)
+        text = text_of(tokens) if output is not None else text_of(tokens) + " "
+        reason = None if output is None else written.finish_of(output)
+        choice = {"index": index, "delta": {"content": text}, "logprobs": content, "finish_reason": reason}
+        if output is not None:
+            choice["stop_reason"] = None
+        return {**choice, "token_ids": list(tokens) if call.token_ids else None}
+
+
+class _TokensPart(_Part):
+    def chunk(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+        head: dict[str, Any] = {"request_id": self.call.id, "usage": None}
+        if self.call.token_ids and index not in self._begun:
+            head["prompt_token_ids"] = list(self.call.prompts[0])
+        self._begun.add(index)
+        return {**head, "output_mode": "tokens", "choices": [self.choice(index, tokens, logprobs, output)]}
+
+    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
+        ended = output is not None
+        return {
+            "index": index,
+            "finish_reason": written.finish_of(output) if output is not None else None,
+            "stop_reason": None,
+            "token_ids": list(tokens),
+            "routed_experts": written.routes_of(output, self.backing) if output is not None else None,
+            "sampling_mask": None,
+            "weight_versions": written.spans_of(output, self.backing) if output is not None and ended else None,
+            "logprobs": None if self.call.top is None else written.token_logprobs(tokens, logprobs),
+        }
+
+    def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:
+        return {"request_id": self.call.id, "usage": _without_nulls(counts), "output_mode": "tokens", "choices": []}
+
+
+class _Control:
+    """The endpoints by which a trainer holds and updates the engine."""
+
     def __init__(self, backing: Backing) -> None:
         self._backing = backing
         self._engine = backing.engine
+        self._asleep = False
 
-    async def generate(self, request: Request) -> Response:
-        """Tokens in, tokens out: vLLM's own endpoint, and SkyRL's with routes as bytes with shape and dtype."""
-        body = await self._body(request)
-        call = _Call(body, token_ids(body.get("token_ids"), "token_ids", self._vocab), field(body, "sampling_params", dict, {}), request)
-        outputs = await self._outputs(call)
-        described = request.url.path.startswith("/skyrl")
-        choices = [self._tokens_choice(call, i, output, described=described) for i, output in enumerate(outputs)]
-        return _compact({"request_id": call.rid, "choices": choices, "prompt_logprobs": None})
-
-    async def completions(self, request: Request) -> Response:
-        body = await self._body(request)
-        prompt = body.get("prompt")
-        ids = words_of(prompt, self._vocab) if isinstance(prompt, str) else token_ids(prompt, "prompt", self._vocab)
-        call = _Call(body, ids, body, request)
-        if call.stream:
-            return StreamingResponse(self._stream(call), media_type="text/event-stream")
-        outputs = await self._outputs(call)
-        choices = [self._completion_choice(call, i, output) for i, output in enumerate(outputs)]
-        return _compact(self._envelope(call, "text_completion", choices, outputs))
-
-    async def chat(self, request: Request) -> Response:
-        body = await self._body(request)
-        messages = field(body, "messages", list, [])
-        if not messages or not all(isinstance(message, dict) for message in messages):
-            raise BadRequest("messages must be a list of objects with role and content.")
-        ids = words_of(" ".join(str(message.get("content") or "") for message in messages), self._vocab)
-        call = _Call(body, ids, body, request)
-        if call.stream:
-            raise BadRequest("This fake streams /v1/completions, not chats.", 501)
-        outputs = await self._outputs(call)
-        choices = [
-            {
-                **self._completion_choice(call, i, output, text=False),
-                "message": {"role": "assistant", "content": text_of(output.token_ids), "tool_calls": []},
-            }
-            for i, output in enumerate(outputs)
-        ]
-        return _compact(self._envelope(call, "chat.completion", choices, outputs))
-
-    async def pause(self, request: Request) -> Response:
-        mode = request.query_params.get("mode", "abort")
-        if mode not in _MODES:
-            raise BadRequest(f"mode must be one of {list(_MODES)}, not {mode!r}.")
-        clear = request.query_params.get("clear_cache", "true").lower() not in ("false", "0")
+    async def pause(self, asked: Asked) -> Answer:
+        mode, clear = self._mode(asked), self._flag(asked, "clear_cache", default=True)
         await self._engine.pause(_MODES[mode], clear_cache=clear)
         return JSONResponse({"status": "paused"})
 
-    async def pause_all(self, request: Request) -> Response:
-        """AReaL's own: ends what runs, and lets nothing begin."""
-        await self._engine.pause(PauseMode.ABORT, clear_cache=False)
-        return JSONResponse({"success": True, "message": "Generation paused and all requests aborted."})
-
-    async def resume(self, request: Request) -> Response:
+    async def resume(self, asked: Asked) -> Answer:
         await self._engine.resume()
         return JSONResponse({"status": "resumed"})
 
-    async def is_paused(self, request: Request) -> Response:
+    async def is_paused(self, asked: Asked) -> Answer:
         return JSONResponse({"is_paused": self._engine.paused})
 
-    async def abort(self, request: Request) -> Response:
-        body = await self._body(request)
-        wanted = field(body, "request_ids", (list, str), [])
-        for rid in [wanted] if isinstance(wanted, str) else wanted or ["*"]:
+    async def abort(self, asked: Asked) -> Answer:
+        """All, where no ids are given."""
+        wanted = field(asked.body(empty=False), "request_ids", (list, str), None)
+        rids = [wanted] if isinstance(wanted, str) else wanted or []
+        if rids:
+            for rid in rids:
+                await self._engine.abort(str(rid))
+            return JSONResponse({"status": "aborted", "aborted": len(rids)})
+        hit = await self._engine.abort("*")
+        return JSONResponse({"status": "aborted", "aborted": len(hit)})
+
+    async def abort_by_id(self, asked: Asked) -> Answer:
+        wanted = field(asked.body(empty=False), "request_ids", (list, str), None)
+        if wanted is None:
+            raise BadRequest("Missing 'request_ids' in request body", malformed=True)
+        for rid in [wanted] if isinstance(wanted, str) else wanted:
             await self._engine.abort(str(rid))
         return Response(status_code=200)
 
-    async def reset(self, request: Request) -> Response:
+    async def reset(self, asked: Asked) -> Answer:
+        """Fails while calls hold blocks, unless they are preempted."""
+        running = [call.call_id for call in self._engine.in_flight if call.running]
+        if running and not self._flag(asked, "reset_running_requests", default=False):
+            return JSONResponse({"success": False})
+        for call_id in running:
+            self._engine.evict(call_id)
         self._engine.reset_prefix_cache()
+        return JSONResponse({"success": True})
+
+    async def nothing(self, asked: Asked) -> Answer:
         return Response(status_code=200)
 
-    async def sleep(self, request: Request) -> Response:
-        self._engine.reset_prefix_cache()
-        return Response(status_code=200)
+    async def sleep(self, asked: Asked) -> Answer:
+        level, mode = asked.query("level", "1") or "", self._mode(asked)
+        if level not in ("0", "1", "2"):
+            raise BadRequest(f"1 validation error: level must be 0 to 2, not {level!r}.", malformed=True, param="query.level")
+        await self._engine.pause(_MODES[mode], clear_cache=level != "0")
+        self._asleep = True
+        return JSONResponse({"status": "sleeping", "level": int(level)})
 
-    async def collective_rpc(self, request: Request) -> Response:
-        body = await self._body(request)
+    async def wake_up(self, asked: Asked) -> Answer:
+        tags = asked.queries("tags") or None
+        if tags is None or "kv_cache" in tags:
+            self._asleep = False
+            await self._engine.resume()
+        return JSONResponse({"status": "sleeping" if self._asleep else "awake", "tags": tags})
+
+    async def is_sleeping(self, asked: Asked) -> Answer:
+        return JSONResponse({"is_sleeping": self._asleep})
+
+    async def collective_rpc(self, asked: Asked) -> Answer:
+        """A method whose name speaks of loading or updating weights loads some."""
+        body = asked.body(empty=False)
         method = field(body, "method", str, None)
         if method is None:
-            raise BadRequest("Missing 'method' in request body")
-        if "weight" in method and method != "get_weights":
+            raise BadRequest("Missing 'method' in request body", malformed=True)
+        if "weight" in method and method.startswith(("reload", "load", "update", "receive")):
             arguments = field(body, "kwargs", dict, {})
-            await self._load(arguments.get("weights_path") or arguments.get("weight_dir"), None)
+            await self._backing.load_or_refuse(arguments.get("weights_path") or arguments.get("weight_dir"), None, flush=False)
         return JSONResponse({"results": [None]})
 
-    async def update(self, request: Request) -> Response:
-        body = await self._body(request)
-        info = {**field(body, "update_info", dict, {}), **body}
-        await self._load(field(info, "weight_dir", str, None), field(info, "weight_version", (str, int), None))
-        return JSONResponse({"message": "Weights updated", "status": "ok"})
+    async def init_transfer(self, asked: Asked) -> Answer:
+        if field(asked.body(), "init_info", dict, None) is None:
+            raise BadRequest("1 validation error: init_info is required.", malformed=True, param="body.init_info")
+        return JSONResponse({"message": "Weight transfer initialized"})
 
-    async def relabel(self, request: Request) -> Response:
-        body = await self._body(request)
-        label = body.get("weight_version", body.get("new_version"))
-        if not isinstance(label, str | int):
-            raise BadRequest("weight_version is required.")
-        self._engine.relabel(str(label))
-        return JSONResponse({"weight_version": str(label)})
+    def said(self, message: str) -> Callable[[Asked], Any]:
+        """An endpoint that has nothing to do here."""
 
-    async def weight_info(self, request: Request) -> Response:
-        return JSONResponse({"weight_version": self._label})
+        async def say(_asked: Asked) -> Answer:
+            return JSONResponse({"message": message})
 
-    async def world_size(self, request: Request) -> Response:
+        return say
+
+    async def update(self, asked: Asked) -> Answer:
+        """VLLM's own (``update_info``), and prime-rl's (``weight_dir``)."""
+        body = asked.body()
+        info = field(body, "update_info", dict, None)
+        if info is None and "weight_dir" not in body:
+            raise BadRequest("1 validation error: update_info is required.", malformed=True, param="body.update_info")
+        name = field(body if info is None else info, "weight_dir", str, None)
+        label = field(body, "weight_version", (str, int), None)
+        await self._backing.load_or_refuse(name, None if label is None else str(label), flush=False)
+        return JSONResponse({"message": "Weights updated"} if info is not None else {"status": "ok"})
+
+    async def finish(self, asked: Asked) -> Answer:
+        label = field(asked.body(), "weight_version", str, None)
+        if label is not None:
+            self._backing.relabel(label)
+        return JSONResponse({"message": "Weight update finished"})
+
+    async def relabel(self, asked: Asked) -> Answer:
+        label = asked.body().get("new_version")
+        if not isinstance(label, str):
+            raise BadRequest("1 validation error: new_version must be a text.", malformed=True, param="body.new_version")
+        self._backing.relabel(label)
+        return JSONResponse({"success": True, "new_version": label})
+
+    async def weight_info(self, asked: Asked) -> Answer:
+        return JSONResponse({"weight_version": self._backing.label})
+
+    async def world_size(self, asked: Asked) -> Answer:
         return JSONResponse({"world_size": 1})
 
-    async def version(self, request: Request) -> Response:
+    async def version(self, asked: Asked) -> Answer:
         return JSONResponse({"version": "fake"})
 
-    async def health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._engine.alive else 503)
+    async def load(self, asked: Asked) -> Answer:
+        loads = self._backing.loads()
+        return JSONResponse({"server_load": loads["running"] + loads["waiting"]})
 
-    async def models(self, request: Request) -> Response:
-        entry = {"id": "fake", "object": "model", "created": int(time.time()), "owned_by": "vllm", "root": "fake"}
-        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": self._backing.options.max_length}]})
+    async def health(self, asked: Asked) -> Answer:
+        return Response(status_code=200)
 
-    async def done(self, request: Request) -> Response:
-        await self._body(request)
-        return JSONResponse({"status": "ok"})
+    async def models(self, asked: Asked) -> Answer:
+        entry = {"id": "fake", "object": "model", "created": int(time.time()), "owned_by": "vllm", "root": "fake", "parent": None}
+        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": self._backing.max_length, "permission": []}]})
 
-    @property
-    def _vocab(self) -> int:
-        return self._backing.options.model.vocab
+    def _mode(self, asked: Asked) -> str:
+        mode = asked.query("mode", "abort") or ""
+        if mode not in _MODES:
+            raise BadRequest(f"1 validation error: mode must be one of {list(_MODES)}, not {mode!r}.", malformed=True, param="query.mode")
+        return mode
 
-    @property
-    def _label(self) -> str | None:
-        label = self._engine.label
-        return None if label is None else str(label)
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        return await body_of(request, self._backing.options.max_body)
-
-    async def _load(self, name: str | None, label: str | int | None) -> None:
-        try:
-            await self._backing.load(name, None if label is None else str(label), flush=False)
-        except TransferFailed as error:
-            raise BadRequest(str(error), 500) from error
-
-    async def _outputs(self, call: _Call) -> list[EngineOutput]:
-        rids = [call.rid] if call.samples == 1 else [f"{i}_{call.rid}" for i in range(call.samples)]
-        return list(await asyncio.gather(*(self._one(call, rid) for rid in rids)))
-
-    async def _one(self, call: _Call, rid: str) -> EngineOutput:
-        return await self._engine.generate(
-            prompt_ids=call.prompt,
-            max_tokens=call.max_tokens,
-            request_id=rid,
-            sampling=call.sampling,
-            want_logprobs=call.logprobs,
-            routes_start=call.routes_start,
-        )
-
-    def _tokens_choice(self, call: _Call, index: int, output: EngineOutput, *, described: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "token_ids": list(output.token_ids), "finish_reason": _finish(output), "logprobs": None}
-        if call.logprobs and output.logprobs is not None:
-            choice["logprobs"] = {"content": _contents(output)}
-        if output.routes is not None:
-            choice["routed_experts"] = _described(output.routes) if described else as_npy(output.routes)
-        return choice
-
-    def _completion_choice(self, call: _Call, index: int, output: EngineOutput, *, text: bool = True) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "finish_reason": _finish(output), "stop_reason": None, "logprobs": None}
-        if text:
-            choice["text"] = text_of(output.token_ids)
-        if call.token_ids:
-            choice["token_ids"] = list(output.token_ids)
-            choice["prompt_token_ids"] = list(call.prompt)
-        if call.logprobs and output.logprobs is not None:
-            tokens = [f"token_id:{token}" for token in output.token_ids]
-            flat = {"tokens": tokens, "token_logprobs": output.logprobs.tolist(), "top_logprobs": None, "text_offset": [0] * len(tokens)}
-            choice["logprobs"] = flat if text else {"content": _contents(output)}
-        if output.routes is not None:
-            choice["routed_experts"] = as_npy(output.routes)
-        return choice
-
-    def _envelope(self, call: _Call, kind: str, choices: list[dict[str, Any]], outputs: Sequence[EngineOutput]) -> dict[str, Any]:
-        sampled = sum(len(output.token_ids) for output in outputs)
-        usage = {"prompt_tokens": len(call.prompt), "completion_tokens": sampled, "total_tokens": len(call.prompt) + sampled}
-        return {
-            "id": f"cmpl-{call.rid}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": call.model,
-            "choices": choices,
-            "usage": usage,
-        }
-
-    async def _stream(self, call: _Call) -> AsyncIterator[bytes]:
-        with self._backing.watched(call.rid) as queue:
-            task = asyncio.ensure_future(self._one(call, call.rid))
-            sent = 0
-            try:
-                while not task.done():
-                    waiting = asyncio.ensure_future(queue.get())
-                    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                    if not waiting.done():
-                        waiting.cancel()
-                        break
-                    tokens = waiting.result().tokens
-                    # the last tokens come with the reason, as vLLM sends them
-                    if not task.done():
-                        yield self._part(call, tokens[sent:], None)
-                        sent = len(tokens)
-                output = await task
-                yield self._part(call, output.token_ids[sent:], output)
-                yield b"data: [DONE]\n\n"
-            except BadCall as error:
-                yield b"data: " + json.dumps(_wrong(BadRequest(str(error)))).encode() + b"\n\n"
-            finally:
-                if not task.done():
-                    await self._engine.abort(call.rid)
-                    await asyncio.gather(task, return_exceptions=True)
-
-    def _part(self, call: _Call, tokens: Sequence[int], output: EngineOutput | None) -> bytes:
-        choice: dict[str, Any] = {"index": 0, "text": text_of(tokens), "logprobs": None, "finish_reason": None, "stop_reason": None}
-        if output is not None:
-            choice["finish_reason"] = _finish(output)
-        if call.token_ids:
-            choice["token_ids"] = list(tokens)
-        return b"data: " + json.dumps(self._envelope(call, "text_completion", [choice], []), separators=(",", ":")).encode() + b"\n\n"
+    def _flag(self, asked: Asked, name: str, *, default: bool) -> bool:
+        text = (asked.query(name) or str(default)).lower()
+        if text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+            raise BadRequest(f"1 validation error: {name} must be a boolean, not {text!r}.", malformed=True, param=f"query.{name}")
+        return text in ("true", "1", "yes", "on")
 
 
-class _Call:
-    """A request for tokens, read and checked; ``sampling`` are its parameters, wherever the endpoint has them."""
-
-    def __init__(self, body: Mapping[str, Any], prompt: tuple[int, ...], sampling: Mapping[str, Any], request: Request) -> None:
-        self.prompt = prompt
-        self.model: str = field(body, "model", str, "fake")
-        self.max_tokens: int = field(sampling, "max_tokens", int, field(sampling, "max_completion_tokens", int, _UNLIMITED))
-        self.samples: int = field(sampling, "n", int, 1)
-        if not 1 <= self.samples <= 256:
-            raise BadRequest(f"n must be 1 to 256, not {self.samples}.")
-        wanted = sampling.get("logprobs")
-        self.logprobs: bool = wanted is not None and wanted is not False  # 0 asks for those of the sampled tokens
-        self.token_ids: bool = field(body, "return_token_ids", bool, False)
-        self.stream: bool = field(body, "stream", bool, False)
-        self.routes_start: int = field(sampling, "routed_experts_prompt_start", int, field(body, "routed_experts_prompt_start", int, 0))
-        self.rid: str = field(body, "request_id", str, None) or request.headers.get("x-request-id") or uuid.uuid4().hex
-        kept = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "min_tokens", "repetition_penalty")
-        self.sampling = {name: sampling[name] for name in kept if isinstance(sampling.get(name), int | float | str | bool)}
-        if self.stream and self.samples > 1:
-            raise BadRequest("This fake streams one sample a request.", 501)
-
-
-def _contents(output: EngineOutput) -> list[dict[str, Any]]:
-    logprobs = [] if output.logprobs is None else output.logprobs.tolist()
-    return [
-        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(output.token_ids, logprobs, strict=True)
-    ]
-
-
-def _described(routes: IntArray) -> dict[str, Any]:
-    """SkyRL's form: the smallest of uint8, int16 and int32 that fits, ``data`` first."""
-    most = int(routes.max()) if routes.size else 0
-    return as_described(routes.astype("uint8" if most <= 255 else "int16" if most <= 32_767 else "int32"))
-
-
-def _finish(output: EngineOutput) -> str:
-    return {FinishReason.LENGTH: "length", FinishReason.STOP: "stop"}.get(output.finish_reason, "abort")
+def _without_nulls(counts: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in counts.items() if value is not None}
 
 
 def _compact(body: Mapping[str, Any]) -> Response:
-    return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
+    return Response(dumped(body), media_type="application/json")
+
+
+def _event(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + dumped(chunk) + b"\n\n"

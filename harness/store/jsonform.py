@@ -25,7 +25,7 @@ from rollproof.store.values import parse_json, show
 from rollproof.store.wire import DTYPES, AnyArray, as_array, decode_event, decode_header, encode_event, encode_header, name_of, newer_schema
 from rollproof.trace import SCHEMA, Event, Header, Trace
 
-__all__ = ["MAX_BYTES", "JsonTrace", "dump_trace", "load_trace"]
+__all__ = ["MAX_BYTES", "JsonTrace", "dump_trace", "event_of", "load_trace", "wire_of"]
 
 MAX_BYTES = 64 << 20
 _LISTED = 4096
@@ -62,6 +62,16 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise TraceVersionError(f"{source}: {error}") from error
     except TraceError as error:
         raise TraceError(f"{source} cannot be read as a trace: {error}") from error
+
+
+def wire_of(event: Event) -> dict[str, Any]:
+    """One event in JSON form. Raises ``TraceError`` for values that no trace can hold."""
+    return encode_event(event, _Inline())
+
+
+def event_of(wire: Mapping[str, Any]) -> Event:
+    """What ``wire_of`` wrote, or a stranger did. Raises ``TraceError``."""
+    return decode_event(dict(wire), _Inline())
 
 
 class JsonTrace:

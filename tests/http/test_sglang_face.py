@@ -172,7 +172,7 @@ def test_a_client_that_vanishes_from_a_stream_ends_its_call() -> None:
         ("/generate", {"input_ids": "abc"}, 400, "list of token ids"),
         ("/generate", {"input_ids": [1, 1000]}, 400, "outside of the vocabulary of 1000"),
         ("/generate", {"input_ids": [True]}, 400, "list of token ids"),
-        ("/generate", {"input_ids": []}, 400, "A prompt must have"),
+        ("/generate", {"input_ids": []}, 400, "input_ids cannot be empty"),
         ("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": "a"}}, 400, "max_new_tokens must be int"),
         ("/generate", {"input_ids": [1], "sampling_params": {"n": 0}}, 400, "n must be 1 to 256"),
         ("/generate", {"input_ids": [1] * 12_000}, 413, "bytes"),

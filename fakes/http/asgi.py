@@ -1,0 +1,309 @@
+"""ASGI: what every face does alike with a request. Endpoints are looked up, bodies read and bounded, refusals worded, clients that
+vanish noticed, faults of the wire done.
+
+Starlette's requests and responses, without its router and middleware: those cost as much as everything that the fake engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, ClassVar, TypeAlias
+from urllib.parse import parse_qs
+
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from rollproof.fakes.failures import BadCall, ReplyLost, ServerDied
+from rollproof.fakes.http.bodies import BadRequest, Uncaught, json_object
+from rollproof.fakes.http.fault_plan import Faults, WireFault, WireFaultKind
+
+__all__ = ["Answer", "Asked", "Cut", "Endpoints", "Events", "Face", "Handler", "Message", "Receive", "Scope", "Send", "Wrong"]
+
+Message: TypeAlias = MutableMapping[str, Any]
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+_WATCH_AFTER = 0.05
+"""Seconds after which somebody looks whether the client is still there: a task for that costs more than a short call takes."""
+
+
+class Asked:
+    """A request that was read: ``path``, ``raw`` body, ``scope`` as ASGI has it."""
+
+    __slots__ = ("_body", "path", "raw", "scope")
+
+    def __init__(self, scope: Scope, raw: bytes) -> None:
+        self.scope = scope
+        self.path: str = scope["path"]
+        self.raw = raw
+        self._body: dict[str, Any] | None = None
+
+    def body(self, *, empty: bool = True) -> dict[str, Any]:
+        """The JSON object of the body; an empty body is an empty object where ``empty`` allows it. Raises ``BadRequest``."""
+        if self._body is None:
+            self._body = json_object(self.raw, empty=empty)
+        return self._body
+
+    def header(self, name: str) -> str | None:
+        """The value of a header, given in lower case."""
+        wanted = name.encode("latin-1")
+        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == wanted), None)
+
+    def query(self, name: str, default: str | None = None) -> str | None:
+        """The last value of a parameter of the query."""
+        found = self.queries(name)
+        return found[-1] if found else default
+
+    def queries(self, name: str) -> list[str]:
+        """All values of a parameter of the query."""
+        return parse_qs(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True).get(name, [])
+
+
+class Cut:
+    """The message that asks whoever carries the connection to break it, where it offers the extension ``rollproof.cut``."""
+
+    message: ClassVar[Mapping[str, str]] = {"type": "rollproof.cut"}
+
+
+class Events:
+    """An answer in server-sent events; ``parts`` are whole events."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: AsyncIterator[bytes]) -> None:
+        self.parts = parts
+
+
+Answer: TypeAlias = "Response | Events"
+Handler: TypeAlias = Callable[[Asked], Awaitable[Answer]]
+Wrong: TypeAlias = Callable[[BadRequest], Mapping[str, Any]]
+"""How a server words a refusal: the JSON object that it sends."""
+Endpoints: TypeAlias = "Mapping[str, Handler | Mapping[str, Handler]]"
+"""Handlers by path, for POST, or by path and method. A path that ends with ``/*`` stands for all below it."""
+
+_NOT_FOUND = {"detail": "Not Found"}
+_NOT_ALLOWED = {"detail": "Method Not Allowed"}
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Face:
+    """An ASGI application of these ``endpoints``; what is wrong with a request is answered in the words of ``wrong``.
+
+    A body may have ``most`` bytes. ``alive`` says whether there is a server at all: a dead one resets every connection.
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        *,
+        wrong: Wrong,
+        most: int,
+        faults: Faults | None = None,
+        alive: Callable[[], bool] = lambda: True,
+        not_found: Mapping[str, Any] = _NOT_FOUND,
+        not_allowed: Mapping[str, Any] = _NOT_ALLOWED,
+    ) -> None:
+        self._exact: dict[str, Mapping[str, Handler]] = {}
+        self._below: dict[str, Mapping[str, Handler]] = {}
+        for path, found in endpoints.items():
+            methods = found if isinstance(found, Mapping) else {"POST": found}
+            (self._below if path.endswith("/*") else self._exact)[path.removesuffix("*")] = methods
+        self._wrong, self._most, self._faults, self._alive = wrong, most, faults, alive
+        self._not_found, self._not_allowed = not_found, not_allowed
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The endpoints that it has."""
+        return (*self._exact, *(f"{path}*" for path in self._below))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        if not self._alive():
+            await _cut(scope, send)
+            return
+        try:
+            raw = await _read(scope, receive, self._most)
+        except BadRequest as error:
+            await _deliver(JSONResponse(self._wrong(error), error.status), send)
+            return
+        if raw is None:  # the client went away before it had said what it wants
+            return
+        asked = Asked(scope, raw)
+        fault = self._faults.due(asked.path, raw) if self._faults is not None else None
+        handler = self._handler(scope)
+        if isinstance(handler, Response):
+            await _deliver(handler, send)
+        elif fault is None:
+            await self._watched(self._served(handler, asked, send), scope, receive, send)
+        else:
+            await self._watched(self._harmed(handler, asked, send, fault), scope, receive, send)
+
+    def _handler(self, scope: Scope) -> Handler | Response:
+        path = scope["path"]
+        methods = self._exact.get(path)
+        if methods is None:
+            methods = next((found for start, found in self._below.items() if path.startswith(start) and len(path) > len(start)), None)
+        if methods is None:
+            return JSONResponse(self._not_found, 404)
+        found = methods.get(scope["method"])
+        return found or JSONResponse(self._not_allowed, 405, {"allow": ", ".join(methods)})
+
+    async def _served(self, handler: Handler, asked: Asked, send: Send) -> None:
+        await _deliver(await self._answer(handler, asked), send)
+
+    async def _answer(self, handler: Handler, asked: Asked) -> Answer:
+        try:
+            return await handler(asked)
+        except BadRequest as error:
+            return JSONResponse(self._wrong(error), error.status)
+        except BadCall as error:
+            return JSONResponse(self._wrong(BadRequest(str(error))), 400)
+        except Uncaught:
+            return PlainTextResponse("Internal Server Error", 500)
+
+    async def _harmed(self, handler: Handler, asked: Asked, send: Send, fault: WireFault) -> None:
+        """The same with one fault of the wire."""
+        if fault.do is WireFaultKind.STATUS and not fault.after_engine:
+            await _deliver(_failure(fault), send)
+            return
+        if fault.do is WireFaultKind.SLOW:
+            answer = await self._answer(handler, asked)
+            await asyncio.sleep(fault.seconds)
+            await _deliver(answer, send)
+            return
+        asked.scope["rollproof.lost"] = True  # the engine is told, so that the trace says that nobody received its reply
+        answer = await self._answer(handler, asked)
+        if fault.do is WireFaultKind.STATUS:
+            if isinstance(answer, Events):
+                await _drained(answer)
+            await _deliver(_failure(fault), send)
+            return
+        await _cut_short(answer, asked.scope, send, fault)
+
+    async def _watched(self, work: Any, scope: Scope, receive: Receive, send: Send) -> None:
+        """Do ``work``, and end it where the client goes away meanwhile."""
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        watch = _Watch(receive, task)
+        timer = loop.call_later(_WATCH_AFTER, watch.begin)
+        try:
+            await work
+        except (ServerDied, ReplyLost):
+            await _cut(scope, send)
+        except asyncio.CancelledError:
+            if not watch.vanished or task.uncancel() > 0:
+                raise
+        finally:
+            timer.cancel()
+            watch.end()
+
+
+class _Watch:
+    """Waits for the client to go away, and then cancels what is done for it."""
+
+    __slots__ = ("_receive", "_task", "_waiting", "vanished")
+
+    def __init__(self, receive: Receive, task: asyncio.Task[Any]) -> None:
+        self._receive, self._task = receive, task
+        self._waiting: asyncio.Task[None] | None = None
+        self.vanished = False
+
+    def begin(self) -> None:
+        self._waiting = asyncio.get_running_loop().create_task(self._wait())
+
+    def end(self) -> None:
+        if self._waiting is not None and self._waiting is not asyncio.current_task():
+            self._waiting.cancel()
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._task.done():
+            self.vanished = True
+            self._task.cancel()
+
+
+async def _read(scope: Scope, receive: Receive, most: int) -> bytes | None:
+    """The whole body; ``None`` where the client went away. Raises ``BadRequest`` where it is larger than ``most`` bytes."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > most:
+            raise BadRequest(f"The body has {int(value)} bytes; at most {most} are taken.", 413)
+    message = await receive()
+    parts, size = [message.get("body", b"")], len(message.get("body", b""))
+    while message["type"] == "http.request" and message.get("more_body"):
+        if size > most:
+            raise BadRequest(f"The body has more than {most} bytes.", 413)
+        message = await receive()
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+    if message["type"] == "http.disconnect":
+        return None
+    if size > most:
+        raise BadRequest(f"The body has more than {most} bytes.", 413)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _deliver(answer: Answer, send: Send) -> None:
+    if isinstance(answer, Events):
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        async for part in answer.parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        return
+    await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+async def _drained(answer: Events) -> None:
+    async for _ in answer.parts:
+        pass
+
+
+def _failure(fault: WireFault) -> Response:
+    return Response(json.dumps({"detail": f"planned fault: status {fault.status}"}), fault.status, media_type="application/json")
+
+
+async def _cut_short(answer: Answer, scope: Scope, send: Send, fault: WireFault) -> None:
+    """Send the beginning of an answer: ``fault.keep`` of its bytes, or of its events."""
+    short = fault.do is WireFaultKind.WRONG_LENGTH
+    if isinstance(answer, Events):
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        parts = [part async for part in answer.parts]
+        for part in parts[: max(1, int(len(parts) * fault.keep))]:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    else:
+        body = bytes(answer.body)[: int(len(answer.body) * fault.keep)]
+        length = len(body) if short else len(answer.body)
+        headers = [(name, value) for name, value in answer.raw_headers if name != b"content-length"]
+        start = {"status": answer.status_code, "headers": [*headers, (b"content-length", b"%d" % length)]}
+        await send({"type": "http.response.start", **start})
+        await send({"type": "http.response.body", "body": body, "more_body": not short})
+    if not short:
+        await _cut(scope, send, reset=fault.do is WireFaultKind.RESET)
+    elif isinstance(answer, Events):
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _cut(scope: Scope, send: Send, *, reset: bool = True) -> None:
+    """End the connection below HTTP. ASGI has no word for that: the transport is asked for where the server keeps it."""
+    if "rollproof.cut" in (scope.get("extensions") or {}):
+        await send(Cut.message)
+        return
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    if transport is None:
+        raise ConnectionResetError("The connection is cut here, and this ASGI server does not say how.")
+    if reset:
+        await asyncio.sleep(0)  # what was written before is under way
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            import socket
+            import struct
+
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing then sends RST, not FIN
+        transport.abort()
+    else:
+        transport.close()

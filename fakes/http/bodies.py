@@ -1,0 +1,87 @@
+"""Bodies: JSON that a stranger sent, read and checked field by field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["BadRequest", "Uncaught", "dumped", "field", "json_object", "text_of", "token_ids", "words_of"]
+
+_ENCODE = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
+
+def dumped(value: Any) -> bytes:
+    """Compact JSON, as the real servers send it: SkyRL looks for bytes in it. One encoder: ``json.dumps`` would make one each time."""
+    return _ENCODE(value).encode("utf-8", "surrogatepass")
+
+
+class BadRequest(Exception):
+    """The client is at fault: ``status`` is what the server answers, the text what it says.
+
+    ``malformed`` says that the body has not the form of a request at all: servers word that otherwise than a wrong value. ``param``
+    is the field that is at fault.
+    """
+
+    def __init__(self, text: str, status: int = 400, *, malformed: bool = False, param: str | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.malformed = malformed
+        self.param = param
+
+
+class Uncaught(Exception):
+    """The request makes the real server fail in a way that it does not catch: a bare 500."""
+
+
+def json_object(text: bytes, *, empty: bool = True) -> dict[str, Any]:
+    """The JSON object that ``text`` is; nothing is an empty object where ``empty`` allows it. Raises ``BadRequest``."""
+    if not text.strip():
+        if empty:
+            return {}
+        raise BadRequest("The body is empty.", malformed=True)
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"The body is no JSON: {error}.", malformed=True) from None
+    if not isinstance(body, dict):
+        raise BadRequest("The body must be a JSON object.", malformed=True)
+    return body
+
+
+def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+    """The value of ``name``, of one of ``kind`` (a bool is no number); ``default`` where it is absent or null."""
+    value = body.get(name)
+    if value is None:
+        return default
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        wanted = " or ".join(one.__name__ for one in kinds)
+        raise BadRequest(f"{name} must be {wanted}, not {type(value).__name__}.", malformed=True, param=name)
+    return value
+
+
+def token_ids(value: Any, name: str, vocab: int) -> tuple[int, ...]:
+    """Token ids of a request, each of the vocabulary."""
+    if not isinstance(value, list) or any(type(token) is not int for token in value):
+        raise BadRequest(f"{name} must be a list of token ids.", malformed=True, param=name)
+    if value and not (min(value) >= 0 and max(value) < vocab):
+        raise BadRequest(f"{name} holds ids outside of the vocabulary of {vocab}.", param=name)
+    return tuple(value)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """The fake's words for tokens: ``w5 w6``."""
+    return " ".join([f"w{token}" for token in tokens])
+
+
+def words_of(text: str, vocab: int) -> tuple[int, ...]:
+    """Token ids of words ``w5``; any other word is a token made of its bytes."""
+    ids = []
+    for word in text.split():
+        number = word.removeprefix("w")
+        plain = number.isascii() and number.isdigit() and len(number) < 12
+        ids.append(int(number) % vocab if plain else int(np.frombuffer(word.encode().ljust(8, b"\0")[:8], "<u8")[0] % vocab))
+    return tuple(ids)

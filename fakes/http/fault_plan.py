@@ -1,0 +1,223 @@
+"""Fault plan: what goes wrong on the wire, and with which requests. It is read from TOML or JSON.
+
+For instance::
+
+    seed = 3
+
+    [[faults]]
+    do = "reset"            # or slow, status, truncate, wrong-length
+    path = "/generate"      # "/v1/*" is all below; default: everything
+    nth = [2, 5]            # the second and the fifth request that fit; or
+    request_id = "r1"       # requests of this id (rid, request_id); or
+    probability = 0.1       # one in ten, drawn from the seed
+
+The engine's own schedule (aborts, evictions, lost replies at a token count) stands under ``[[actions]]``, in the form of a case.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from rollproof.case import Action, ActionKind, Trigger
+from rollproof.errors import UsageError
+
+__all__ = ["ENGINE_ACTIONS", "FaultPlan", "Faults", "WireFault", "WireFaultKind"]
+
+
+class WireFaultKind(StrEnum):
+    """What happens to an answer."""
+
+    RESET = "reset"
+    """The connection is reset after a part of the answer."""
+    SLOW = "slow"
+    """The answer comes ``seconds`` late."""
+    STATUS = "status"
+    """A ``status`` in place of the answer: before the engine saw the request, or (``after_engine``) after it had sampled."""
+    TRUNCATE = "truncate"
+    """The connection is closed after a part of the answer, whose length was declared right."""
+    WRONG_LENGTH = "wrong-length"
+    """The answer stops early, and its declared length (of a stream: its last chunk) says that this is all."""
+
+
+ENGINE_ACTIONS = (ActionKind.ABORT, ActionKind.EVICT, ActionKind.LOSE_REPLY, ActionKind.LATE_REPLY, ActionKind.REJECT, ActionKind.KILL)
+"""What a plan may have the engine itself do; the others concern a trainer's weight updates, which its clients ask for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WireFault:
+    """One fault, and the requests that it befalls: those of ``path`` that are the ``nth``, of ``request_id``, or drawn.
+
+    Without any of the three it is every request. ``times`` bounds how often it happens. ``keep`` is the share of the answer's bytes (of a
+    stream: its events) that still goes out. Raises ``UsageError`` where the fields do not make sense.
+    """
+
+    do: WireFaultKind
+    path: str = "*"
+    nth: tuple[int, ...] = ()
+    request_id: str | None = None
+    probability: float | None = None
+    times: int | None = None
+    seconds: float = 1.0
+    status: int = 503
+    after_engine: bool = False
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.do not in list(WireFaultKind):
+            problems.append(f"do={self.do!r} must be one of {[str(kind) for kind in WireFaultKind]}.")
+        if not isinstance(self.path, str) or not (self.path == "*" or self.path.startswith("/")):
+            problems.append(f"path={self.path!r} must be a path such as '/generate', '/v1/*', or '*'.")
+        if any(not _whole(number, 1) for number in self.nth):
+            problems.append(f"nth={list(self.nth)!r} must be whole numbers from 1.")
+        if self.times is not None and not _whole(self.times, 1):
+            problems.append(f"times={self.times!r} must be a whole number from 1.")
+        if self.probability is not None and not _number(self.probability, 0.0, 1.0):
+            problems.append(f"probability={self.probability!r} must be a number from 0 to 1.")
+        chosen = [bool(self.nth), self.request_id is not None, self.probability is not None]
+        if sum(chosen) > 1:
+            problems.append("nth, request_id and probability exclude one another: write a fault for each.")
+        if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
+            problems.append(f"request_id={self.request_id!r} must be a text.")
+        if not _number(self.seconds, 0.0, 3600.0):
+            problems.append(f"seconds={self.seconds!r} must be a number from 0 to 3600.")
+        if not _whole(self.status, 400) or self.status > 599:
+            problems.append(f"status={self.status!r} must be a status from 400 to 599.")
+        if not _number(self.keep, 0.0, 1.0) or self.keep == 1.0:
+            problems.append(f"keep={self.keep!r} must be a share from 0 to below 1.")
+        if not isinstance(self.after_engine, bool):
+            problems.append(f"after_engine={self.after_engine!r} must be true or false.")
+        if problems:
+            raise UsageError("This fault cannot be planned:\n  - " + "\n  - ".join(problems))
+
+    def concerns(self, path: str) -> bool:
+        """Whether requests of this path can be befallen."""
+        return self.path in ("*", path) or (self.path.endswith("/*") and path.startswith(self.path[:-1]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultPlan:
+    """Faults of the wire, and actions of the engine. Of several faults that are due at once, the first happens."""
+
+    faults: tuple[WireFault, ...] = ()
+    actions: tuple[Action, ...] = ()
+    seed: int = 0
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read the form of the file. Raises ``UsageError`` that names what is wrong."""
+        stray = sorted(set(data) - {"faults", "actions", "seed"})
+        if stray:
+            raise UsageError(f"A fault plan has no {stray}; it has 'faults', 'actions' and 'seed'.")
+        if not _whole(data.get("seed", 0), 0):
+            raise UsageError(f"seed={data['seed']!r} must be a whole number from 0.")
+        faults = tuple(_wire_fault(number, item) for number, item in enumerate(_listed(data, "faults")))
+        actions = tuple(_action(number, item) for number, item in enumerate(_listed(data, "actions")))
+        return cls(faults=faults, actions=actions, seed=data.get("seed", 0))
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read a file in TOML, or in JSON where its name ends so. Raises ``UsageError``."""
+        try:
+            text = path.read_text(encoding="utf-8")
+            data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        except (OSError, ValueError, RecursionError) as error:
+            raise UsageError(f"The fault plan {path} cannot be read: {error}.") from error
+        if not isinstance(data, dict):
+            raise UsageError(f"The fault plan {path} must be an object with 'faults'.")
+        try:
+            return cls.from_dict(data)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from error
+
+
+@dataclass(slots=True)
+class Faults:
+    """A plan being carried out by one server: it counts requests and draws."""
+
+    plan: FaultPlan
+    _seen: dict[int, int] = field(default_factory=dict)
+    _done: dict[int, int] = field(default_factory=dict)
+    _draws: dict[int, random.Random] = field(default_factory=dict)
+
+    def due(self, path: str, body: bytes) -> WireFault | None:
+        """The fault that befalls this request; every request must be told, once."""
+        found = None
+        for number, fault in enumerate(self.plan.faults):
+            if not fault.concerns(path):
+                continue
+            self._seen[number] = self._seen.get(number, 0) + 1
+            spent = fault.times is not None and self._done.get(number, 0) >= fault.times
+            if self._befalls(number, fault, body) and not spent and found is None:
+                self._done[number] = self._done.get(number, 0) + 1
+                found = fault
+        return found
+
+    def _befalls(self, number: int, fault: WireFault, body: bytes) -> bool:
+        if fault.nth:
+            return self._seen[number] in fault.nth
+        if fault.probability is not None:
+            draw = self._draws.setdefault(number, random.Random(f"{self.plan.seed}/{number}"))
+            return draw.random() < fault.probability
+        return fault.request_id is None or fault.request_id in _ids(body)
+
+
+def _ids(body: bytes) -> tuple[str, ...]:
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        return ()
+    if not isinstance(data, dict):
+        return ()
+    return tuple(str(data[name]) for name in ("rid", "request_id") if isinstance(data.get(name), str))
+
+
+def _listed(data: Mapping[str, Any], name: str) -> Iterable[Any]:
+    found = data.get(name, [])
+    if not isinstance(found, list) or any(not isinstance(item, dict) for item in found):
+        raise UsageError(f"{name} must be a list of tables.")
+    return found
+
+
+def _wire_fault(number: int, item: Mapping[str, Any]) -> WireFault:
+    known = {one.name for one in fields(WireFault)}
+    stray = sorted(set(item) - known)
+    if stray or "do" not in item:
+        raise UsageError(f"Fault {number + 1} has unknown fields {stray}; it needs 'do' and may have {sorted(known - {'do'})}.")
+    values = dict(item)
+    try:
+        values["do"] = WireFaultKind(item["do"])
+        values["nth"] = tuple(item["nth"]) if isinstance(item.get("nth"), list) else (item["nth"],) if "nth" in item else ()
+        return WireFault(**values)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"Fault {number + 1}: {error}") from error
+
+
+def _action(number: int, item: Mapping[str, Any]) -> Action:
+    try:
+        when = Trigger(**item["when"])
+        action = Action(**{**item, "when": when, "do": ActionKind(item["do"])})
+        typed = isinstance(when.request, str) and _whole(when.tokens, 0) and _whole(action.steps, 0)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UsageError(f"Action {number + 1} must have 'do' and 'when' = {{request, tokens}}: {error}.") from error
+    if not typed or action.do not in ENGINE_ACTIONS:
+        raise UsageError(
+            f"Action {number + 1} ({action.do}) cannot be had of a served engine: do must be one of "
+            f"{[str(one) for one in ENGINE_ACTIONS]}, when.request a text, when.tokens and steps whole numbers from 0."
+        )
+    return action
+
+
+def _whole(value: object, low: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
+def _number(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
