@@ -101,7 +101,7 @@ def scorer_of(rollouts: Rollouts) -> Iterator[Callable[..., Scorer]]:
         def make(name: str, dtype: str) -> Scorer:
             if name == "hf":
                 return HfScorer(rollouts.checkpoints, dtype)
-            from rollproof.gpu_suites.megatron import MegatronScorer
+            from rollproof.gpu_suites.megatron_scorer import MegatronScorer
             from rollproof.replay.megatron.subject import megatron_ranks
 
             if not ranks:

@@ -126,6 +126,45 @@ def test_two_threads_replay_two_models_and_not_one(model: Any) -> None:
     assert "replays in another thread" in str(errors[0])
 
 
+@pytest.mark.parametrize("then", ["replay", "native"])
+def test_a_failed_backward_pass_that_autograd_lets_go_of_late(model: Any, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """On a GPU a backward pass runs in autograd's thread, which may hold a failed one for a while: the next run is right all the same."""
+    routes = recorded(model).flip(0)
+    expected = trained(model, routes)[0], float(loss(model))
+    model.zero_grad()
+    checkpointing(model, reentrant=False)
+    calls = []
+
+    def failing(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyError("in the middle")
+
+    hooks = [router.module.register_forward_hook(failing) for router in find_routers(model).all]
+    with hf_replay(model, routes):
+        value = loss(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("rollproof.replay.hf.passes.weakref.finalize", lambda *_: None)  # nobody ever lets go of it
+        raised: list[BaseException] = []
+
+        def backward() -> None:
+            try:
+                value.backward()
+            except KeyError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    assert len(raised) == 1
+    for hook in hooks:
+        hook.remove()
+    model.gradient_checkpointing_disable()
+    model.zero_grad()
+    assert (expected[0] if then == "replay" else expected[1]) == (trained(model, routes)[0] if then == "replay" else float(loss(model)))
+    assert_untouched(model)
+
+
 def test_a_model_is_not_copied_while_it_replays(model: Any) -> None:
     """A copy (a new reference model) would replay, too: it is refused, and afterwards goes through."""
     with hf_replay(model, GOOD):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -68,6 +69,7 @@ class Pass:
         self._wrong: list[torch.Tensor] = []
         self._entered = False
         self._hook: Any = None
+        self.thread: int = threading.get_ident()
         if targets is not None:
             for number, layer in enumerate(routers.layers):
                 self._ids[layer] = targets.ids[:, number]
@@ -78,6 +80,7 @@ class Pass:
         if self._entered:
             raise ReplayError("A pass is entered once: make one for each microbatch.")
         self._entered = True
+        self.thread = threading.get_ident()
         _refuse_other_thread(self.routers)
         for router in self.routers.all:
             _Seat.of(router).push(self, task=None)
@@ -223,7 +226,6 @@ class _Seat:
 
     def __init__(self, router: Router) -> None:
         self.router = router
-        self.thread = threading.get_ident()
         self.passes: list[tuple[Pass, int | None]] = []
         self._instance = vars(router.module).get("forward")
         self._plain = router.module.forward
@@ -240,12 +242,23 @@ class _Seat:
         return self._call(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.forget_failed()
         active = self.active
         return self._plain(*args, **kwargs) if active is None else active.route(self.router, self._plain, args, kwargs)
 
     @property
     def active(self) -> Pass | None:
         return self.passes[-1][0] if self.passes else None
+
+    def forget_failed(self) -> None:
+        """Drop what backward passes of this thread brought back, when it is out of all of them: they are over.
+
+        One that raised is let go by autograd; on a GPU by a thread of autograd's own, which may be later than ``backward`` raises.
+        """
+        if _task() is None:
+            for one, task in list(self.passes):
+                if task is not None and one.thread == threading.get_ident():
+                    self.drop(one, task=task)
 
     def holds(self, one: Pass, task: int | None) -> bool:
         return (one, task) in self.passes
@@ -255,7 +268,7 @@ class _Seat:
         self.router.module.forward = self
 
     def drop(self, one: Pass, task: int | None) -> None:
-        if self.holds(one, task):
+        with suppress(ValueError):  # not there, or dropped by autograd's thread meanwhile
             self.passes.remove((one, task))
         if self.passes or vars(self.router.module).get("forward") is not self:
             return
@@ -278,10 +291,13 @@ def _task() -> int | None:
 
 
 def _refuse_other_thread(routers: Routers) -> None:
+    """Refuse a model that replays for another thread: for one that entered a pass, whichever thread runs its backward pass."""
     for router in routers.all:
         seat = vars(router.module).get("forward")
-        if isinstance(seat, _Seat) and seat.passes and seat.thread != threading.get_ident():
-            raise ReplayError(f"{router} replays in another thread: one model replays one microbatch at a time.")
+        if isinstance(seat, _Seat):
+            seat.forget_failed()
+            if any(one.thread != threading.get_ident() for one, _ in seat.passes):
+                raise ReplayError(f"{router} replays in another thread: one model replays one microbatch at a time.")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

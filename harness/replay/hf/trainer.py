@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -111,7 +112,13 @@ class HfTrainer:
             self.assign(weight, self.whole(weight) + size * torch.from_numpy(direction(tuple(weight.shape))).to(weight.device))
 
     def residue(self) -> Mapping[str, int]:
-        """What replay left on the model, and in the process."""
+        """What replay left on the model, and in the process; on a GPU, once autograd's threads have let go of a pass that failed."""
+        end = time.monotonic() + (1.0 if self.device != "cpu" else 0.0)
+        while any((left := self._left()).values()) and time.monotonic() < end:
+            time.sleep(0.01)
+        return left
+
+    def _left(self) -> dict[str, int]:
         return {
             "replaced forwards": sum("forward" in vars(module) for module in self.model.modules()),
             "hooks": _hooks(self.model),
