@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
+from starlette.datastructures import QueryParams
+from starlette.responses import JSONResponse
 from uvicorn.server import ServerState
 
 from rollproof.clock import VirtualLoop
 from rollproof.errors import UsageError
-from rollproof.fakes.http.application import Cut
+from rollproof.fakes.http.asgi import Cut
 from rollproof.fakes.http.backing import Backing, ServeOptions
 from rollproof.fakes.http.serving import FACES
 from rollproof.network import Network
-from rollproof.records import Version
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine import FakeEngine
@@ -33,6 +35,9 @@ _FIRST = 30_000
 _ALIVE_FOR = 75
 """Seconds for which an idle connection is kept: longer than any client keeps its own, so that none meets a server that hangs up."""
 
+_LOADING: ContextVar[int | None] = ContextVar("rollproof_loading", default=None)
+"""The label of the update that the running task does; a server's tasks inherit it from their client's."""
+
 App: TypeAlias = Any
 """An ASGI application."""
 
@@ -40,17 +45,19 @@ App: TypeAlias = Any
 class FleetBacking(Backing):
     """One engine of a fleet, for a face. What a stack loads through HTTP are the weights that the fleet's update is about."""
 
-    def __init__(self, fleet: Fleet, engine: FakeEngine) -> None:
+    def __init__(self, fleet: Fleet, engine: FakeEngine, **others: Any) -> None:
         case = fleet.case
-        options = ServeOptions(flavour=case.flavour, model=case.model, engine=case.engine, seed=case.seed, max_length=engine.max_length)
+        options = ServeOptions(
+            flavour=case.flavour, model=case.model, engine=case.engine, seed=case.seed, max_length=engine.max_length, **others
+        )
         super().__init__(options, behind=(engine, fleet.recorder))
-        self._fleet = fleet
-        self.loading: int | None = None
+        self._of = fleet
 
-    async def load(self, name: str | None, label: Version, *, flush: bool) -> None:
+    async def load(self, name: str | None, label: str | None, *, flush: bool) -> None:
         """Load the weights of the update that runs, and publish its label; ``name`` and ``label`` are how the stack calls them."""
-        version = self._fleet.weights_of(self.loading)
-        await self.engine.load(version, self.loading, identity=version == self.engine.version)
+        loading = _LOADING.get()
+        version = self._of.weights_of(loading)
+        await self.engine.load(version, loading, identity=version == self.engine.version)
         if flush:
             self.engine.reset_prefix_cache()
 
@@ -60,17 +67,19 @@ class HttpFleet:
 
     ``urls`` are the servers' addresses by id, ``router`` that of a router: it keeps a session (header ``X-Session-ID`` or
     ``X-SMG-Routing-Key``) with its server, gives other calls to the least loaded one, leaves dead ones out, sends what is no
-    generation to every server, and answers with what the last of them said.
+    generation to every server, and answers with what the last of them said. ``options`` are those of ``ServeOptions``.
     """
 
-    def __init__(self, fleet: Fleet, face: str | None = None) -> None:
+    def __init__(self, fleet: Fleet, face: str | None = None, **options: Any) -> None:
         name = face or fleet.case.flavour.partition("-")[0]
         if name not in FACES:
             raise UsageError(f"Flavour {fleet.case.flavour!r} has no HTTP face: faces are {list(FACES)}.")
         make, _ = FACES[name]
         self._fleet = fleet
         self._sessions: dict[str, str] = {}
-        self.backings: Mapping[str, FleetBacking] = {server: FleetBacking(fleet, engine) for server, engine in fleet.servers.items()}
+        self.backings: Mapping[str, FleetBacking] = {
+            server: FleetBacking(fleet, engine, **options) for server, engine in fleet.servers.items()
+        }
         self._apps: Mapping[str, App] = {
             server: _mortal(make(backing), partial(getattr, backing.engine, "alive")) for server, backing in self.backings.items()
         }
@@ -85,12 +94,18 @@ class HttpFleet:
         self.router: str = f"http://127.0.0.1:{_ROUTER}"
 
     def about(self, label: int | None) -> None:
-        """Say which update the stack is about to do: what it loads from now on are the weights published under ``label``."""
-        for backing in self.backings.values():
-            backing.loading = label
+        """Say which update the running task is about to do: what it loads from now on are the weights published under ``label``."""
+        _LOADING.set(label)
 
     async def _route(self, scope: Any, receive: Any, send: Any) -> None:
         """The router's application."""
+        if scope["path"] == "/finish_session":
+            self._sessions.pop(_asked(scope, "session_id"), None)
+            await JSONResponse({"status": "ok"})(scope, receive, send)
+            return
+        if scope["path"] == "/workers":
+            await JSONResponse({"workers": self._workers()})(scope, receive, send)
+            return
         if not _generates(scope["path"]):
             await self._everywhere(scope, receive, send)
             return
@@ -99,6 +114,10 @@ class HttpFleet:
             await self._apps[server](scope, receive, send)
         finally:
             self._fleet.balancer.release(server)
+
+    def _workers(self) -> list[dict[str, Any]]:
+        """What SGLang's gateway says of the servers that it knows: all of them, and whether each is healthy."""
+        return [{"url": url, "is_healthy": self._fleet.servers[server].alive} for server, url in self.urls.items()]
 
     async def _everywhere(self, scope: Any, receive: Any, send: Any) -> None:
         body = await _read(receive)
@@ -178,6 +197,11 @@ def _session(scope: Any) -> str | None:
     """The session that a request names, if any."""
     named = [value.decode() for name, value in scope["headers"] if name in (b"x-session-id", b"x-smg-routing-key")]
     return named[0] if named else None
+
+
+def _asked(scope: Any, name: str) -> str:
+    """A parameter of the query, or nothing."""
+    return str(QueryParams(scope["query_string"]).get(name, ""))
 
 
 async def _read(receive: Any) -> bytes:

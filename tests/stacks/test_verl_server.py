@@ -13,7 +13,8 @@ from rollproof.case import Case, Model
 from rollproof.contract import PartialOff, Provenance, Rows, Versions
 from rollproof.fakes.fleet import Fleet
 from rollproof.records import EngineOutput, FinishReason, Request
-from rollproof.stacks.verl.dialogue import PAD_ID, IdTokenizer, IdTool, parser_of, spell
+from rollproof.stacks.dialogue import PAD_ID, IdTokenizer, spell
+from rollproof.stacks.verl.dialogue import IdTool, parser_of
 from rollproof.stacks.verl.server import CONVENTIONS, Lengths, VerlServer, finish_reason_of, servers_of, token_output_fields
 from rollproof.stacks.verl.settings import client_contract, lengths_of
 from rollproof.stacks.verl.versions import VERSIONS, RouteArray, Verl

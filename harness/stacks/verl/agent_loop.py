@@ -12,8 +12,9 @@ import numpy as np
 from rollproof.contract import Contract, MissingLogprobs, PartialOff, Rows
 from rollproof.lending import lend
 from rollproof.records import Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.stacks.dialogue import IdTokenizer, spell
 from rollproof.stacks.verl.client import Answer, VerlHost
-from rollproof.stacks.verl.dialogue import IdTokenizer, IdTool, parser_of, spell
+from rollproof.stacks.verl.dialogue import IdTool, parser_of
 from rollproof.stacks.verl.settings import PARSER, client_contract
 from rollproof.stacks.verl.versions import Verl
 from rollproof.trace import Observation, PauseMode

@@ -15,7 +15,7 @@ import numpy as np
 from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
 from rollproof.records import BatchRow, IntArray, LogprobArray, Rollout
 from rollproof.stacks import attributes
-from rollproof.stacks.verl.dialogue import IdTokenizer
+from rollproof.stacks.dialogue import IdTokenizer
 from rollproof.stacks.verl.versions import Verl
 
 __all__ = ["PaddedBatch", "SampleDicts", "UnpaddedBatch"]

@@ -1,0 +1,179 @@
+"""SkyRL's conversions of finished samples into training batches, as batch subjects.
+
+``convert_prompts_responses_to_batch_tensors`` pads and stacks; the trainer's ``convert_to_training_input`` stands above it, and its
+batches are padded to a multiple of the data-parallel ranks, chunked, pickled to the workers and put together again.
+"""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.records import BatchRow, IntArray, Rollout
+from rollproof.stacks import attributes
+from rollproof.stacks.dialogue import IdTokenizer
+from rollproof.stacks.skyrl.versions import RouteForm, SkyRL
+
+__all__ = ["BatchTensors", "TrainingInput"]
+
+_FIELDS = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "rollout_logprobs", "rollout_expert_indices")
+"""What ``convert_prompts_responses_to_batch_tensors`` returns first, in order."""
+_RANKS = 2
+
+
+def batch_contract(skyrl: SkyRL) -> Contract:
+    """Samples as SkyRL's generator hands them over; more experts than a byte can count, a dense layer before the MoE layers."""
+    arrays = skyrl.facts.routes is RouteForm.ARRAYS
+    return Contract(
+        rows=Rows.CAPTURED_PREFIX,
+        resume=ResumeBy.ENGINE,
+        versions=Versions.NONE,
+        logprobs=Logprobs.RAW,
+        abort_surfaces=True,
+        kv_policy=KvPolicy.KEEP,
+        missing_logprobs=MissingLogprobs.MASKED,
+        loss_mask=True,
+        layer_axis=LayerAxis.ALL,
+        num_layers=4,
+        moe_layers=(1, 2, 3),
+        num_experts=300,
+        top_k=3,
+        filler=Filler.ARANGE if arrays else Filler.ZEROS,
+        dtype=skyrl.facts.batch_dtype,
+        provenance=Provenance.AS_SAMPLED,
+    )
+
+
+class BatchTensors:
+    """``convert_prompts_responses_to_batch_tensors``: sequences padded on the left, fields of the response aligned with its end."""
+
+    contract: Contract
+
+    def __init__(self, skyrl: SkyRL) -> None:
+        self._skyrl = skyrl
+        self.contract = batch_contract(skyrl)
+
+    def collate(self, samples: list[Rollout]) -> Any:
+        """The tensors by name, and the names of the samples, which are in order."""
+        output = generator_output(samples, self._skyrl)
+        tokenizer = IdTokenizer()
+        converted = self._skyrl.convert(
+            tokenizer.pad_token_id if self._skyrl.facts.takes_pad_id else tokenizer,
+            output["prompt_token_ids"],
+            output["response_ids"],
+            output["rewards"],
+            output["loss_masks"],
+            output["rollout_logprobs"],
+            output["rollout_expert_indices"],
+        )
+        return dict(zip(_FIELDS, converted, strict=False)), [sample.request_id for sample in samples]
+
+    def rows(self, batch: Any) -> list[BatchRow]:
+        """One row a sample."""
+        tensors, names = batch
+        return [self._row(tensors, i, name) for i, name in enumerate(names)]
+
+    def _row(self, tensors: Any, i: int, name: str) -> BatchRow:
+        ids, attention = _array(tensors["sequences"][i]), _array(tensors["attention_mask"][i])
+        before = len(ids) - tensors["loss_mask"].shape[1]
+        logprobs, padding = tensors.get("rollout_logprobs"), tensors.get("router_padding_mask")
+        return BatchRow(
+            request_id=name,
+            token_ids=ids,
+            attention=attention,
+            loss_mask=_after(before, _array(tensors["loss_mask"][i]).astype(np.int64), 0),
+            logprobs=None if logprobs is None else _after(before, _array(logprobs[i]).astype(np.float64), np.nan),
+            routes=self._routes(tensors.get("rollout_expert_indices"), i, int(len(ids) - attention.sum())),
+            routed=None if padding is None else 1 - _array(padding[i]).astype(np.int64),
+        )
+
+    def _routes(self, routes: Any, i: int, pad: int) -> IntArray | None:
+        """Rows at their places; packed ones have none for the padding before a sample."""
+        if routes is None:
+            return None
+        if not hasattr(routes, "segment"):
+            return _array(routes[i])  # type: ignore[no-any-return]  # numpy's own
+        rows = _array(routes.segment(i))
+        return np.concatenate([np.broadcast_to(np.arange(rows.shape[2]), (pad, *rows.shape[1:])).astype(rows.dtype), rows])
+
+
+class TrainingInput(BatchTensors):
+    """``convert_to_training_input``, ``stage_chunks`` over two ranks, a journey by pickle, and ``cat``."""
+
+    def __init__(self, skyrl: SkyRL) -> None:
+        super().__init__(skyrl)
+        (self._trainer,) = attributes("skyrl.train.trainer", "RayPPOTrainer")
+        (self._batch,) = attributes("skyrl.backends.skyrl_train.training_batch", "TrainingInputBatch")
+        (self._dispatch,) = attributes("skyrl.backends.skyrl_train.distributed.dispatch", "MeshDispatch")
+
+    def collate(self, samples: list[Rollout]) -> Any:
+        """The batch as the workers have it together, dummy rows at its end left out, and the names of the samples."""
+        names = [sample.request_id for sample in samples]
+        made = self._trainer.convert_to_training_input(_trainer(len(samples)), generator_output(samples, self._skyrl), names)
+        module = self._dispatch.__module__
+        with mock.patch(f"{module}.ray", SimpleNamespace(put=lambda chunk: pickle.dumps(chunk))):
+            staged = self._dispatch.stage_chunks(_RANKS, made, [(0, len(samples))])
+        chunks = [pickle.loads(chunk) for chunk in staged[0]]  # noqa: S301 - what was pickled two lines above
+        return self._batch.cat(chunks), names
+
+
+def _trainer(size: int) -> Any:
+    """What ``convert_to_training_input`` reads of the trainer: one mini-batch of all samples, each of a prompt of its own."""
+    correction = SimpleNamespace(tis_ratio_type=None, sequence_mask_metric=None)
+    trainer = SimpleNamespace(
+        algorithm=SimpleNamespace(off_policy_correction=correction, max_seq_len=None),
+        train_batch_size=size,
+        policy_mini_batch_size=size,
+        critic_mini_batch_size=size,
+        critic=SimpleNamespace(model=SimpleNamespace(path=None)),
+        logger="none",
+    )
+    generator = SimpleNamespace(n_samples_per_prompt=1, step_wise_trajectories=False)
+    return SimpleNamespace(
+        tokenizer=IdTokenizer(), cfg=SimpleNamespace(trainer=trainer, generator=generator), all_metrics={}, all_timings={}
+    )
+
+
+def generator_output(samples: list[Rollout], skyrl: SkyRL) -> dict[str, Any]:
+    """A ``GeneratorOutput`` of finished samples, as the generator writes it: 0.0 on masked tokens without a logprob."""
+    masks = [[1] * len(sample.response_ids) if sample.loss_mask is None else [int(flag) for flag in sample.loss_mask] for sample in samples]
+    routes = [_route(sample, skyrl) for sample in samples]
+    logprobs = [_filled(sample) for sample in samples]
+    return {
+        "prompt_token_ids": [list(sample.prompt_ids) for sample in samples],
+        "response_ids": [list(sample.response_ids) for sample in samples],
+        "rewards": [[0.0] * len(sample.response_ids) for sample in samples],
+        "loss_masks": masks,
+        "stop_reasons": ["stop" for _ in samples],
+        "rollout_logprobs": None if all(one is None for one in logprobs) else logprobs,
+        "rollout_expert_indices": None if all(one is None for one in routes) else routes,
+    }
+
+
+def _route(sample: Rollout, skyrl: SkyRL) -> Any:
+    """Routes in the form of the release; the generator makes arrays of the smallest of its three types."""
+    if sample.routes is None:
+        return None
+    if skyrl.facts.routes is RouteForm.LISTS:
+        return sample.routes.tolist()
+    (compact,) = attributes("skyrl.backends.skyrl_train.utils.routed_experts", "compact_routed_expert_indices")
+    return compact(sample.routes)
+
+
+def _filled(sample: Rollout) -> list[float] | None:
+    return None if sample.logprobs is None else [0.0 if np.isnan(value) else float(value) for value in sample.logprobs]
+
+
+def _array(tensor: Any) -> Any:
+    """A numpy copy of a CPU tensor."""
+    return tensor.detach().cpu().numpy().copy()
+
+
+def _after(count: int, values: Any, before: float) -> Any:
+    """``values`` behind ``count`` places that hold ``before``."""
+    return np.concatenate([np.full(count, before, dtype=values.dtype), values])

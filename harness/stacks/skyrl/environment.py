@@ -1,0 +1,33 @@
+"""An environment of SkyRL-Gym that answers with the turns of a request. Registering it imports this module again, by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+from rollproof.stacks.dialogue import spell
+
+__all__ = ["ENTRY", "NAME", "TurnEnvironment"]
+
+NAME = "rollproof-turns"
+ENTRY = "rollproof.stacks.skyrl.environment:TurnEnvironment"
+
+
+class TurnEnvironment(BaseTextEnv):  # type: ignore[misc]  # the base is SkyRL's, known at run time only
+    """Gives the next answer after each turn that ended by itself (on ``eos``); a turn that was cut off ends the episode."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        super().__init__()
+        told: dict[str, Any] = dict(extras or {})
+        self._turns: list[tuple[int, ...]] = list(told["turns"])
+        self._eos = str(told["eos"])
+        self._note = told["note"]
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """One answer of the model."""
+        if not self._turns or action.split()[-1:] != [self._eos]:
+            return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
+        turn = self._turns.pop(0)
+        self._note(turn)
+        return BaseTextEnvStepOutput(observations=[{"role": "user", "content": spell(turn)}], reward=0.0, done=False, metadata={})

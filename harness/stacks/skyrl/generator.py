@@ -1,0 +1,117 @@
+"""SkyRL's ``SkyRLGymGenerator``, on SkyRL's own client, as a subject: rollouts of several turns with an environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollproof.contract import Contract, MissingLogprobs, Provenance, Rows
+from rollproof.lending import lend
+from rollproof.records import Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.stacks.dialogue import spell
+from rollproof.stacks.skyrl.client import Answer, SkyRLHost, client_contract, reason_of, sampling_of, wants_routes
+from rollproof.stacks.skyrl.versions import SkyRL
+from rollproof.trace import Observation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rollproof.fakes.fleet import Fleet
+
+__all__ = ["GeneratorSubject"]
+
+_TURNS = 64
+_ROOM = 1 << 16
+
+
+class GeneratorSubject:
+    """One request is one ``generate`` of a batch of one. SkyRL's limit holds for each turn: the request's budget."""
+
+    contract: Contract
+
+    def __init__(self, skyrl: SkyRL) -> None:
+        self._skyrl = skyrl
+        from rollproof.stacks.skyrl import environment
+
+        self._environment = environment.NAME
+        if environment.NAME not in skyrl.gym.envs.registration.registry:
+            skyrl.gym.register(environment.NAME, entry_point=environment.ENTRY)
+
+    def start(self, fleet: Fleet) -> None:
+        """Put the client before the fleet's servers, and the generator before the client."""
+        self._fleet = fleet
+        self._host = SkyRLHost(fleet, self._skyrl)
+        self._generator = self._make()
+        self.contract = generator_contract(fleet, self._skyrl)
+
+    async def rollout(self, request: Request) -> Answer:
+        """The environment is told the request's turns; what it answers is recorded."""
+
+        def note(turn: tuple[int, ...]) -> None:
+            self._fleet.recorder.record(Observation(request_id=request.request_id, token_ids=turn))
+
+        batch = {
+            "prompts": [lend("prompt", [{"role": "user", "content": spell(request.prompt_ids)}])],
+            "env_classes": [self._environment],
+            "env_extras": [{"turns": request.turns, "eos": self._fleet.policy.eos_id, "note": note}],
+            "sampling_params": lend("sampling_params", sampling_of(request)),
+            "trajectory_ids": None,
+            "batch_metadata": None,
+        }
+        return Answer(request=request, output=await self._generator.generate(batch, disable_tqdm=True))
+
+    async def update_weights(self, version: int | None) -> None:
+        """SkyRL's own procedure."""
+        await self._host.update_weights(version)
+
+    def to_record(self, native: Answer) -> Rollout:
+        """A ``GeneratorOutput`` of one as a rollout."""
+        output = native.output
+        logprobs, routes = output["rollout_logprobs"], output["rollout_expert_indices"]
+        return Rollout(
+            request_id=native.request.request_id,
+            prompt_ids=as_tokens(output["prompt_token_ids"][0], what="prompt_token_ids"),
+            response_ids=as_tokens(output["response_ids"][0]),
+            finish_reason=reason_of(output["stop_reasons"][0]),
+            logprobs=None if logprobs is None else as_logprobs(logprobs[0]),
+            loss_mask=np.array(output["loss_masks"][0], dtype=np.int64),
+            routes=None if routes is None else as_routes(routes[0]),
+        )
+
+    async def stop(self) -> None:
+        """Close the session."""
+        await self._host.close()
+
+    def gauges(self) -> Mapping[str, float]:
+        """SkyRL counts nothing that would have to return."""
+        return {}
+
+    def _make(self) -> Any:
+        config = self._skyrl.config
+        longest = max(request.budget or _ROOM for request in self._fleet.case.requests)
+        generator = config.GeneratorConfig(
+            max_turns=_TURNS,
+            max_input_length=_ROOM,
+            sampling_params=config.SamplingParams(max_generate_length=longest, logprobs=0),
+            inference_engine=config.InferenceEngineConfig(enable_return_routed_experts=wants_routes(self._fleet)),
+        )
+        gym = config.SkyRLGymConfig(max_env_workers=0)
+        return self._skyrl.generator(generator, gym, self._host.client, self._host.tokenizer)
+
+
+def generator_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
+    """What the generator promises beyond its client: a loss mask, and logprobs of 0.0 on the environment's tokens.
+
+    Routes are those "for a prefix of its prompt and response tokens" (skyrl/train/generators/base.py). Until 0.3.0 those of the last turn
+    replace all, since they come from a prefill of everything.
+    """
+    return replace(
+        client_contract(fleet, skyrl),
+        rows=Rows.CAPTURED_PREFIX,
+        loss_mask=True,
+        multi_turn=True,
+        missing_logprobs=MissingLogprobs.MASKED,
+        provenance=Provenance.AS_SAMPLED if skyrl.facts.keeps_rows else Provenance.LATEST_PREFILL,
+    )
