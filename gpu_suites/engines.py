@@ -21,7 +21,18 @@ from rollproof.gpu_suites.needs import installed, interpreter
 from rollproof.records import Scalar
 from rollproof.subjects import EngineSubject
 
-__all__ = ["EXPECTED", "VARIANTS", "Variant", "expected_of", "flavour_of", "gap_engine", "gpu_target", "on_gpu", "surroundings"]
+__all__ = [
+    "EXPECTED",
+    "NO_FLOAT32",
+    "VARIANTS",
+    "Variant",
+    "expected_of",
+    "flavour_of",
+    "gap_engine",
+    "gpu_target",
+    "on_gpu",
+    "surroundings",
+]
 
 _FLAVOURS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "vllm": (("0.30", "vllm-0.26"),),
@@ -37,6 +48,11 @@ _SURROUNDINGS: Mapping[str, Mapping[str, str]] = {
 _IEEE = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
 """float32 as a CPU has it: Triton's dot products round their operands to 10 bits (TF32) unless told otherwise."""
 
+NO_FLOAT32: Mapping[str, str] = MappingProxyType(
+    {"sglang": "SGLang's kernels for CUDA have no float32: rmsnorm of sglang-kernel 0.4.5 'failed to dispatch data type Float'"}
+)
+"""Engines that cannot compute in float32 on a GPU, and why."""
+
 _BASE: Mapping[str, Mapping[str, Scalar]] = {
     "vllm": {"load": "reload", "attention_backend": "TRITON_ATTN", "moe_backend": "triton"},
     "sglang": {"device": "cuda"},
@@ -48,7 +64,7 @@ _BASE: Mapping[str, Mapping[str, Scalar]] = {
 class Variant:
     """How an engine is set. ``extra`` are options by engine: an engine that is not among its keys has no such setting.
 
-    ``exact`` says that values may be held against an independent forward in float32.
+    ``dtype`` is that of engines that have it on a GPU (``dtype_of``).
     """
 
     name: str
@@ -57,10 +73,13 @@ class Variant:
     dtype: str = "float32"
     prefix_cache: bool = True
 
-    @property
-    def exact(self) -> bool:
-        """Whether values are those of float32."""
-        return self.dtype == "float32"
+    def dtype_of(self, engine: str) -> str:
+        """The dtype in which the engine runs: where it has no float32 on a GPU, bfloat16."""
+        return "bfloat16" if engine in NO_FLOAT32 else self.dtype
+
+    def exact(self, engine: str) -> bool:
+        """Whether the engine's values may be held against an independent forward in float32."""
+        return self.dtype_of(engine) == "float32"
 
 
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
@@ -82,7 +101,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
                 about="the next step is scheduled when the last one is done",
                 extra={"vllm": {"async_scheduling": False}, "sglang": {"disable_overlap_schedule": True}},
             ),
-            Variant(name="bf16", about="bfloat16, as engines are used", dtype="bfloat16"),
+            Variant(name="bf16", about="bfloat16, as engines are used", dtype="bfloat16", extra={"vllm": {}}),
         )
     }
 )
@@ -152,8 +171,8 @@ def gpu_target(engine: str, variant: str, folder: Path, *, model: str | Path | N
         **chosen.extra[engine],
     }
     settings: dict[Setting, EngineSettings] = {
-        setting: replace(one, dtype=chosen.dtype, prefix_cache=chosen.prefix_cache, extra={**one.extra, **own})
+        setting: replace(one, dtype=chosen.dtype_of(engine), prefix_cache=chosen.prefix_cache, extra={**one.extra, **own})
         for setting, one in whole.settings.items()
     }
-    oracle = whole.oracle if chosen.exact else (lambda _engine, _checkpoints: None)
+    oracle = whole.oracle if chosen.exact(engine) else (lambda _engine, _checkpoints: None)
     return replace(whole, name=f"{engine}-{variant}", settings=settings, oracle=oracle, lull=0.2, deadline=120.0)

@@ -30,18 +30,32 @@ def raise_for(report: Report) -> None:
     assert set(report.expected) <= failing
 
 
-@pytest.mark.parametrize("variant", list(VARIANTS))
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "variant"),
+    [
+        pytest.param(*engine.values, one.name, marks=engine.marks, id=f"{engine.values[0]}-{one.name}")
+        for engine in ENGINES
+        for one in VARIANTS.values()
+        if engine.values[0] in one.extra
+    ],
+)
 def test_conformance(engine: str, variant: str, tmp_path: Path, rollproof_run: RunReport) -> None:
     """Rows, logprobs, versions, aborts, pauses and updates are as declared, and values as an independent forward has them."""
     began = time.perf_counter()
     target = gpu_target(engine, variant, tmp_path)
-    with on_gpu(engine, VARIANTS[variant].dtype):
+    with on_gpu(engine, VARIANTS[variant].dtype_of(engine)):
         run = run_experiments(target)
     report = judged(target.name, run, expected=expected_of(engine), seconds=time.perf_counter() - began)
-    rollproof_run.suite("engine", report, version=installed(engine).version, setting=VARIANTS[variant].about, by_experiment=run.seconds)
+    rollproof_run.suite(
+        "engine",
+        report,
+        version=installed(engine).version,
+        setting=VARIANTS[variant].about,
+        dtype=VARIANTS[variant].dtype_of(engine),
+        by_experiment={name: round(seconds, 1) for name, seconds in run.seconds.items()},
+    )
     raise_for(report)
-    if VARIANTS[variant].exact:
+    if VARIANTS[variant].exact(engine):
         assert report.canary is not None
         assert report.canary.red
 
@@ -50,7 +64,7 @@ def test_conformance(engine: str, variant: str, tmp_path: Path, rollproof_run: R
 def test_load(engine: str, tmp_path: Path, rollproof_run: RunReport) -> None:
     """256 calls at once, aborted at random and resumed while the weights change: every token and row is accounted for."""
     target = gpu_target(engine, "eager", tmp_path)
-    with on_gpu(engine, "float32"):
+    with on_gpu(engine, VARIANTS["eager"].dtype_of(engine)):
         report = judge_load(target)
     rollproof_run.suite("engine", report, version=installed(engine).version)
     raise_for(report)
