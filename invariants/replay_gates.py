@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from rollproof.checks import Check, Collector
-from rollproof.invariants.replay_laws import comparable, compare, differences, pair_of, unrepeated
+from rollproof.invariants.replay_laws import (
+    comparable,
+    compare,
+    differences,
+    gradient_differences,
+    loss_differences,
+    pair_of,
+    unrepeated,
+)
 from rollproof.invariants.replay_rows import native_choice, sound_rows
 from rollproof.invariants.replay_steps import REFERENCE, StepView, replay_check
 from rollproof.invariants.wording import share
@@ -179,8 +189,12 @@ def _reference(view: StepView, out: Collector) -> None:
     other = pair_of(view, "reference", out)
     if other is None or not comparable(view, other, out):
         return
+    assert view.outcome is not None and other.outcome is not None
     out.exercised("steps compared")
-    found = list(differences(other, view, max(_LIKE_A_REFERENCE, view.terms.tolerance)))
+    # A reference may tell more: who tells of gates alone is compared by gates.
+    reference = view.outcome if other.outcome.gradients else replace(view.outcome, gradients={})
+    tolerance = max(_LIKE_A_REFERENCE, view.terms.tolerance)
+    found = [*loss_differences(other.outcome, reference, tolerance), *gradient_differences(other.outcome, reference, tolerance)]
     compare(
         other,
         view,

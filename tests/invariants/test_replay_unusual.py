@@ -243,6 +243,43 @@ class NoneForZeros(ReplayTrainer):
         return replace(outcome, gradients={**outcome.gradients, **spare} if step.backward else {})
 
 
+class Fusing(ReplayTrainer):
+    """Computes all microbatches in one pass."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        return super().work(replace(step, microbatches=(step.samples,)), spy)
+
+
+class _InPieces(Spy):
+    """Is told the rows of a call five at a time."""
+
+    def routed(self, layer: int, experts: Any, **places: Any) -> None:
+        for i in range(0, len(experts), 5):
+            piece = {name: value[i : i + 5] if name in ("samples", "positions") else value for name, value in places.items()}
+            super().routed(layer, experts[i : i + 5], **piece)
+
+
+class InPieces(ReplayTrainer):
+    """Calls its routers for a few rows at a time; how often they are given targets it does not tell."""
+
+    def run(self, step: Step, spy: Spy) -> Outcome:
+        pieces = _InPieces(step)
+        try:
+            return ReplayTrainer.run(self, step, pieces)
+        finally:
+            spy.extend(pieces.events)
+
+
+InPieces.contract = declaring(InPieces, installs=None)
+
+
+class GatesAlone(ReplayTrainer):
+    """Tells of the gradients of gates alone; its reference tells of all."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        return replace(super().work(step, spy), gradients={})
+
+
 class EveryExpert(ReplayTrainer):
     """top_k is the number of experts: all rows are alike."""
 
@@ -283,6 +320,9 @@ class EveryExpert(ReplayTrainer):
         (RefusesNaN, {"edges": "pass"}),
         (NoneForZeros, {"self-gradients": "pass", "aftermath": "pass"}),
         (EveryExpert, {"forward": "pass", "drift": "unknown"}),
+        (Fusing, {"forward": "pass", "installs": "pass", "reference": "pass"}),
+        (InPieces, {"forward": "pass", "coverage": "pass", "failures": "pass"}),
+        (GatesAlone, {"reference": "pass", "gate-slope": "pass"}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
