@@ -122,7 +122,7 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
         spans=_shown_spans(flavour, labels, label),
         cached_tokens=None if bare else _counted(call, flavour),
         native=flavour.native[reason],
-        message=flavour.queued_message if reason is FinishReason.ABORT and not call.decoding else "",
+        message=(flavour.abort_message if call.decoding else flavour.queued_message) if reason is FinishReason.ABORT else "",
     )
     return Reply(
         call_id=call.call_id,
@@ -184,6 +184,8 @@ def filler_rows(filler: Filler | None, count: int, like: IntArray) -> IntArray:
         rows[:] = -1
     elif filler is Filler.ARANGE:
         rows[:] = np.arange(like.shape[2], dtype=like.dtype)
+    elif filler is Filler.PREVIOUS:
+        rows[:] = like[-1:]
     return rows
 
 

@@ -62,7 +62,8 @@ class Flavour:
     ``dtypes`` are pairs (largest number of experts, numpy name), ascending: the first that fits is used.
     ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``queued_abort_keeps_keys``: an abort in the waiting
     queue, or while the prompt is being computed, shows the keys that any other reply shows; without, it has no routes and no count of
-    cached tokens, and ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21).
+    cached tokens, and ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21); an abort of a call that
+    samples has ``abort_message``.
     ``queued_counts``: an abort in the waiting queue says that 0 tokens were cached.
     ``pause_modes`` are those that the engine offers; the fake accepts all of them. ``routes_switch`` to
     ``seeded`` mean what they mean in ``EngineTerms``; the fake refuses an empty prompt whatever ``empty_prompt`` says.
@@ -79,6 +80,7 @@ class Flavour:
     version_tag: VersionTag = VersionTag.NONE
     native: Mapping[FinishReason, str]
     queued_message: str = ""
+    abort_message: str = ""
     empty_logprobs: bool = False
     queued_abort_keeps_keys: bool = True
     queued_counts: bool = False
@@ -203,6 +205,7 @@ def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
         version_tag=tag,
         native=_PLAIN,
         queued_message="Abort in waiting queue",
+        abort_message="Aborted",
         empty_logprobs=True,
         queued_abort_keeps_keys=False,
         routes_start=True,

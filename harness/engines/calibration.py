@@ -64,7 +64,7 @@ def _kind(call: Call, output: EngineOutput) -> str:
 
 def _reply_facts(contract: Contract, call: Call, output: EngineOutput) -> Iterable[str]:
     tokens = len(output.token_ids)
-    yield f"the finish reason is spelled {output.native!r}"
+    yield f"the finish reason is spelled {output.native!r}, with the message {output.message!r}"
     yield f"cached tokens are {'not told' if output.cached_tokens is None else 'told'}"
     if output.logprobs is None:
         yield "no logprobs"
