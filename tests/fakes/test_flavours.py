@@ -121,7 +121,7 @@ def test_finish_reasons_are_spelled_as_the_engine_does(name: str, stop: str, len
         assert (await bench.call(3)).native == stop
         bench = Bench(name)
         assert (await bench.call(3)).native == length
-        output = await _aborted(bench)
+        output = await _aborted(bench, steps=2.5)
         assert (output.native, output.message) == (abort, "Aborted" if name in SGLANG else "")
 
     on_clock(main)
