@@ -11,6 +11,7 @@ import pytest
 from rollproof.errors import RoutesError, SubjectError, UsageError
 from rollproof.fakes.replay_references import CapturedPrefix, Recording
 from rollproof.fakes.replaying import ReplayTrainer
+from rollproof.progress import Progress
 from rollproof.replay.driving import record_again, record_replay
 from rollproof.replay.events import Outcome, Residue, Routing, Step
 from rollproof.replay.spy import Spy, UnsupportedStep
@@ -276,3 +277,11 @@ def test_a_subject_is_stopped_after_its_episode() -> None:
 
     record_replay(Stopping, only=["router fused", "failure in forward"])
     assert ["Fused", "Stopping", "Stopping"] == sorted(stopped)
+
+
+def test_progress_names_each_step() -> None:
+    """A trainer that takes minutes for an episode is seen at work: which of how many episodes, and which step."""
+    heard: list[Progress] = []
+    record_replay(_Bare, name="bare", only=["switching", "edges"], progress=heard.append)
+    assert {(0, 2), (1, 2)} == {(one.done, one.total) for one in heard}
+    assert ["bare: switching, a fresh subject", "bare: switching, native", "bare: switching, replay"] == [one.what for one in heard][:3]
