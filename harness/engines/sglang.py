@@ -94,10 +94,10 @@ class SglangEngine:
             "input_ids": list(query.prompt_ids),
             "sampling_params": sampling,
             "return_logprob": query.want_logprobs,
-            "return_routed_experts": query.want_routes,
+            "return_routed_experts": query.want_routes and self.contract.has_routes,
             "stream": query.stream is not StreamMode.FINAL,
         }
-        if query.routes_start is not None:
+        if query.routes_start is not None and self.contract.has_routes:
             arguments["routed_experts_start_len"] = query.routes_start
         chunks: dict[int, list[Mapping[str, Any]]] = {}
         async for answer in self._running.stream("generate", deadline=None, **arguments):
