@@ -206,7 +206,7 @@ def bench(session: nox.Session) -> None:
 def _newer_python(session: nox.Session) -> bool:
     """Whether the session's Python is 3.12 or newer."""
     code = "import sys; print(sys.version_info >= (3, 12))"
-    return "True" in str(session.run("python", "-c", code, silent=True))
+    return "True" in str(session.run_install("python", "-c", code, silent=True))  # asked before installing: with --install-only, too
 
 
 def _stack(arguments: list[str]) -> str | None:
