@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollproof.errors import UsageError
-from rollproof.gpu_suites.gate import GpuFindings, find_gpus
+from rollproof.gpu_suites.gate import GpuFindings, find_gpus, shared
 from rollproof.gpu_suites.hardware import MemoryWatch, described
 from rollproof.gpu_suites.needs import MARKERS, needs_of, unmet
 from rollproof.gpu_suites.reporting import RunReport
@@ -45,20 +45,17 @@ def rollproof_gpus() -> GpuFindings:
 
 
 @pytest.fixture(scope="session")
-def rollproof_run(rollproof_gpus: GpuFindings) -> Iterator[RunReport]:
-    """What this session finds, written at its end: also where it is interrupted, with what there is."""
-    run = RunReport(described(rollproof_gpus))
-    yield run
+def rollproof_run(rollproof_gpus: GpuFindings) -> RunReport:
+    """What this session finds, written as it grows."""
     folder = os.environ.get(FOLDER)
-    if folder and not run.empty:
-        run.write(Path(folder))
+    return RunReport(described(rollproof_gpus), Path(folder) if folder else None)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
     """After each suite the cards are as empty as before it: what an engine keeps, the next one lacks."""
-    watch = MemoryWatch()
+    watch = None if shared() else MemoryWatch()
     yield
-    missing = watch.missing()
+    missing = watch.missing() if watch is not None else None
     if missing:
         pytest.fail(f"memory of this suite was {missing}: a process of it still runs, or holds the card", pytrace=False)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from packaging.version import Version
 
@@ -17,6 +18,7 @@ from rollproof.engines.conformance import EngineTarget
 from rollproof.engines.experiments import Setting
 from rollproof.engines.targets import REAL, engine_target
 from rollproof.errors import UsageError
+from rollproof.fakes.tiny_models import make_checkpoint
 from rollproof.gpu_suites.needs import installed, interpreter
 from rollproof.records import Scalar
 from rollproof.subjects import EngineSubject
@@ -52,6 +54,9 @@ NO_FLOAT32: Mapping[str, str] = MappingProxyType(
     {"sglang": "SGLang's kernels for CUDA have no float32: rmsnorm of sglang-kernel 0.4.5 'failed to dispatch data type Float'"}
 )
 """Engines that cannot compute in float32 on a GPU, and why."""
+
+_HEADS: Mapping[str, Any] = MappingProxyType({"head_dim": 64})
+"""The tiny model of the CPU runs, with heads that kernels for GPUs take (SGLang's fused rotary positions refuse 32)."""
 
 _BASE: Mapping[str, Mapping[str, Scalar]] = {
     "vllm": {"load": "reload", "attention_backend": "TRITON_ATTN", "moe_backend": "triton"},
@@ -164,6 +169,8 @@ def gpu_target(engine: str, variant: str, folder: Path, *, model: str | Path | N
     if chosen is None or engine not in chosen.extra:
         known = [one.name for one in VARIANTS.values() if engine in one.extra]
         raise UsageError(f"{engine} has no setting {variant!r} on a GPU; choose among {known}.")
+    if model is None:
+        model = make_checkpoint(folder / "A", "qwen3_moe", seed=seed, **_HEADS)
     whole = engine_target(engine, model=model, folder=folder, seed=seed)
     own: dict[str, Scalar] = {
         **_BASE[engine],

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Gpu", "GpuFindings", "device_files", "find_gpus"]
+__all__ = ["SHARE", "Gpu", "GpuFindings", "device_files", "find_gpus", "shared"]
 
 _GIB = 2**30
+SHARE = "ROLLPROOF_SHARE_GPUS"
+"""Environment variable: set to 1 where suites may run beside other processes on a card; its memory is then not watched either."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +45,7 @@ class Gpu:
         """Why a suite must leave it alone, in a few words; ``None`` where it is free."""
         if self.mig:
             return f"GPU {self.index} is divided by MIG, and suites need whole ones"
-        if self.processes:
+        if self.processes and not shared():
             held = "" if self.memory is None or self.free is None else f", {(self.memory - self.free) / _GIB:.1f} GiB held"
             return f"GPU {self.index} is busy (process {', '.join(map(str, self.processes[:3]))}{held})"
         return None
@@ -73,6 +75,11 @@ def find_gpus(devices: Path = Path("/dev")) -> GpuFindings:
     except ImportError:
         return _by_files(devices, hidden)
     return _by_driver(nvml, hidden)
+
+
+def shared() -> bool:
+    """Whether a card may be used beside other processes."""
+    return os.environ.get(SHARE, "") == "1"
 
 
 def device_files(devices: Path = Path("/dev")) -> tuple[int, ...]:

@@ -24,9 +24,13 @@ _FINDINGS = 3
 
 
 class RunReport:
-    """Gathers the results of a session; ``write`` puts them into a folder. ``machine`` is ``hardware.described()``."""
+    """Gathers the results of a session; ``write`` puts them into a folder. ``machine`` is ``hardware.described()``.
 
-    def __init__(self, machine: Mapping[str, Any]) -> None:
+    With a ``folder`` they are written after each result: a session that is killed leaves what it found.
+    """
+
+    def __init__(self, machine: Mapping[str, Any], folder: Path | None = None) -> None:
+        self._folder = folder
         self._began = time.time()
         self._seconds = time.perf_counter()
         self._machine = dict(machine)
@@ -38,10 +42,12 @@ class RunReport:
     def suite(self, kind: str, report: Report, **more: Any) -> None:
         """A conformance report: of an ``engine`` or of a ``trainer``; ``more`` is told beside it (settings, versions)."""
         self._suites.append({"kind": kind, **short_report(report), **more})
+        self._written()
 
     def cell(self, cell: Mapping[str, Any]) -> None:
         """A cell of the gap matrix."""
         self._cells.append(dict(cell))
+        self._written()
 
     def note(self, text: str) -> None:
         """What could not be run and why, or what a reader must know."""
@@ -80,6 +86,10 @@ class RunReport:
             return [text]
         write_atomically(text.with_suffix(".html"), page)
         return [text, text.with_suffix(".html")]
+
+    def _written(self) -> None:
+        if self._folder is not None:
+            self.write(self._folder)
 
 
 def short_report(report: Report) -> dict[str, Any]:

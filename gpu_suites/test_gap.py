@@ -28,7 +28,7 @@ ACROSS = {
 }
 """The pause under which the weights change, by what becomes of the KV."""
 LIMITS = {
-    "bfloat16": {Routed.NATIVE: "tiny-bf16", Routed.R2: "tiny-bf16", Routed.R3: "tiny-bf16-r3"},
+    "bfloat16": {Routed.NATIVE: "moe-bf16", Routed.R2: "moe-bf16", Routed.R3: "moe-bf16-r3"},
     "float32": {Routed.NATIVE: "tiny-fp32", Routed.R2: "tiny-fp32", Routed.R3: "tiny-fp32"},
 }
 ENGINES = [
@@ -63,7 +63,7 @@ class Rollouts:
         return found
 
     async def _sampled(self, name: str, dtype: str) -> dict[str, list[Sample]]:
-        settings = EngineSettings(model=self.checkpoints["A"], dtype=dtype, max_length=1024, max_batch=SEQUENCES, prefill_chunk=None)
+        settings = EngineSettings(model=self.checkpoints["A"], dtype=dtype, max_length=1024, max_batch=SEQUENCES, prefill_chunk=2048)
         engine = gap_engine(name, settings)
         prompts = prompts_of(SEQUENCES, vocab=4096)
         try:

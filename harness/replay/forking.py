@@ -67,6 +67,8 @@ def nurse(folder: Path) -> None:
 
 def _nursed(ask: Any, folder: Path, start: dict[str, Any], children: dict[int, int], fates: dict[int, int], pipe: Connection) -> Any:
     match ask:
+        case "import" if start["cuda"]:
+            pass  # CUDA, once started, does not survive a fork, and some modules start it when they are imported
         case "import":
             import torch
 

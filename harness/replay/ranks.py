@@ -50,7 +50,8 @@ class Ranks:
 
     ``preload`` are modules to import before forking (they must start no threads; torch and megatron-core do not). ``limit_s`` bounds a
     job, ``start_limit_s`` the imports; ``grace_s`` is how long other ranks may take to say what they saw, after one failed.
-    With ``cuda`` each rank has the GPU of its number, and they meet in an NCCL group. Raises
+    With ``cuda`` each rank has the GPU of its number, they meet in an NCCL group, and each imports for
+    itself: importing megatron-core starts CUDA, which does not survive a fork. Raises
     ``UsageError`` for a task that other processes cannot import.
     """
 
@@ -238,7 +239,7 @@ class _Nursery:
             )
         try:
             assert self._process.stdin is not None
-            pickle.dump({"key": key, "path": list(sys.path), "preload": tuple(preload)}, self._process.stdin)
+            pickle.dump({"key": key, "path": list(sys.path), "preload": tuple(preload), "cuda": cuda}, self._process.stdin)
             self._process.stdin.close()
             self._pipe = self._accept(limit_s)
             self._ask("import", limit_s)
