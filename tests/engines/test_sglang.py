@@ -36,6 +36,7 @@ from rollproof.records import EngineOutput, FinishReason, LogprobArray
 from rollproof.report import Report
 from rollproof.trace import Call, Reference, Reply, Trace
 from tests.support.leftovers import leftovers
+from tests.support.shown import shown
 
 EXPECTED = {
     "engine.paused-calls": "SGLang 0.5.21 forgets the abort of a call that waits for the end of a pause (docs/track-record.md)",
@@ -49,10 +50,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what SGLang and its parts w
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+def run(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> EngineRun:
     """Every experiment on the real engine, once; nothing of it is left."""
     before = leftovers("sglang")
-    done = run_experiments(engine_target("sglang", model=None, folder=tmp_path_factory.mktemp("models")))
+    tell = shown(pytestconfig)
+    done = run_experiments(engine_target("sglang", model=None, folder=tmp_path_factory.mktemp("models"), progress=tell), progress=tell)
     assert set() == leftovers("sglang") - before
     return done
 
