@@ -34,7 +34,7 @@ def run_face(pipe: Connection) -> None:
     options = ServeOptions(flavour="sglang", model=model, engine=EngineOptions(max_batch=256, step=0.0))
     listening = bound_socket()
     pipe.send(listening.getsockname()[1])
-    serve_forever("sglang", options, listening, access_log=False)
+    serve_forever("sglang", options, [listening], access_log=False)
 
 
 def run_bare(pipe: Connection, content: bytes) -> None:

@@ -56,7 +56,7 @@ _TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 _BLOCK_CELLS = 1 << 14
 """Cells computed at once: the scratch of a block and the table stay in the second-level cache."""
 _LOGPROB_SHIFT, _LOGPROB_UNIT = np.uint64(64 - 23), 2.0**-20
-_SHORT = 32
+_SHORT = 64
 """Sequences of up to so many tokens are remembered."""
 _LIMITS: Mapping[str, tuple[int, int]] = {
     "seed": (-(1 << 63), _MASK),
@@ -237,7 +237,8 @@ class CodedPolicy:
         """``(stop - start,)``: as ``_drawn``, each position under the version whose span holds it."""
         if not 0 <= start <= stop <= len(ids):
             raise UsageError(f"Positions {start} to {stop} do not lie in a sequence of {len(ids)} tokens.")
-        prefix = _prefix_hashes(ids[:stop])[start:]
+        # an engine asks for all tokens and then for all rows, one fewer: the hashes of the longer are those of the shorter
+        prefix = _prefix_hashes(ids if len(ids) <= stop + 1 else ids[:stop])[start:stop]
         keys = np.zeros(stop - start, dtype=np.uint64)
         covered = 0
         for low, high, version in spans:

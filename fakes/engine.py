@@ -324,6 +324,8 @@ class FakeEngine:
             self._deliver(reply, delivered=False)
             await asyncio.sleep(call.lost_after * self.options.step)
             raise ReplyLost(f"The connection to {self.server_id} broke before the reply arrived.")
+        if not delivered:
+            self._recorder.record(Fault(what="lost-reply", server_id=self.server_id, call_id=call.call_id))
         self._deliver(reply, delivered=delivered)
         if call.duplicated:
             self._deliver(reply, delivered=False, duplicate=True)

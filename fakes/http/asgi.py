@@ -118,6 +118,11 @@ class Face:
         """The endpoints that it has."""
         return (*self._exact, *(f"{path}*" for path in self._below))
 
+    @property
+    def alive(self) -> bool:
+        """Whether there is a server behind it."""
+        return self._alive()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":

@@ -16,10 +16,10 @@ from rollproof.fakes.failures import TransferFailed
 from rollproof.fakes.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.fleet import CURRENT_REQUEST
 from rollproof.fakes.http.bodies import BadRequest
-from rollproof.fakes.http.fault_plan import FaultPlan, Faults
+from rollproof.fakes.http.fault_plan import FaultPlan, Faults, WireFault, WireFaultKind
 from rollproof.fakes.http.samples import Attributing, Samples
 from rollproof.records import EngineOutput, Version
-from rollproof.trace import Header, Recorder, TraceSink, Weights
+from rollproof.trace import Fault, Header, Recorder, TraceSink, Weights
 
 if TYPE_CHECKING:
     from rollproof.fakes.calls import EngineCall
@@ -69,7 +69,7 @@ class ServeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """One call that a client asks for."""
+    """One call that a client asks for. ``prompt_logprobs``: from which token of the prompt on (-1: none); ``top``: how many a token."""
 
     prompt: tuple[int, ...]
     rid: str
@@ -78,12 +78,15 @@ class Wanted:
     routes: bool = True
     logprobs: bool = True
     routes_start: int = 0
+    prompt_logprobs: int = -1
+    top: int = 0
 
 
 class Backing:
     """One engine, made inside a running event loop. ``sinks`` are handed every event as it happens; ``keep`` holds them in memory, too.
 
-    ``behind`` is an engine that is there already, with its recorder (one of a fleet, whose schedule of faults holds).
+    ``behind`` is an engine that is there already, with its recorder (one of a fleet, whose schedule of faults holds). ``beside`` is the
+    first of several that are served together, as ``server_id``: they share a trace.
     """
 
     def __init__(
@@ -94,32 +97,35 @@ class Backing:
         keep: bool = True,
         plan: FaultPlan | None = None,
         behind: tuple[FakeEngine, Recorder] | None = None,
+        beside: Backing | None = None,
+        server_id: str = "s0",
     ) -> None:
         self.options = options
         self.plan: FaultPlan = plan or FaultPlan()
-        self.faults: Faults | None = Faults(self.plan) if self.plan.faults else None
-        self._versions: dict[str, int] = {}
-        self._newest = 0
+        self.faults: Faults | None = Faults(self.plan, self._befell) if self.plan.faults else None
+        self._names: dict[str, int] = {} if beside is None else beside._names
         self._rids: set[str] = set()
         self.samples: Samples | None = None
         if behind is not None:
             self.engine: FakeEngine = behind[0]
             self.recorder: Recorder = behind[1]
         else:
-            self.recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep)
-            self.samples = Samples(self.recorder)
+            self.recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep) if beside is None else beside.recorder
+            self.samples = Samples(self.recorder) if beside is None else beside.samples
+            self._hooks = Attributing(self.samples, self.plan.actions, self.recorder, options) if beside is None else beside._hooks
             self.engine = FakeEngine(
-                "s0",
+                server_id,
                 CodedPolicy.from_model(options.model, options.seed),
                 flavour_named(options.flavour),
                 options.engine,
                 self.recorder,
                 version=0,
                 label=options.label,
-                hooks=Attributing(self.samples, self.plan.actions, self),
+                hooks=self._hooks,
                 max_length=options.max_length,
             )
-            self.recorder.record(Weights(server_id="s0", version=0, label=options.label, flushed=True))
+            self._hooks.servers[server_id] = self.engine
+            self.recorder.record(Weights(server_id=server_id, version=0, label=options.label, flushed=True))
         self.policy: CodedPolicy = self.engine.policy
         self.flavour: Flavour = self.engine.flavour
 
@@ -184,13 +190,12 @@ class Backing:
                 self._rids.discard(wanted.rid)
 
     def version_of(self, name: str | None) -> int:
-        """The weights that ``name`` (a path) stands for: the same name is the same weights; without one, new weights each time."""
-        if name is not None and name in self._versions:
-            return self._versions[name]
-        self._newest += 1
-        if name is not None:
-            self._versions[name] = self._newest
-        return self._newest
+        """The weights that ``name`` (a path) stands for: the same name is the same weights; without one, the next of this engine."""
+        if name is None:
+            return self.engine.version + 1
+        if name not in self._names:
+            self._names[name] = max(self._names.values(), default=0) + 1
+        return self._names[name]
 
     async def load(self, name: str | None, label: Version, *, flush: bool) -> None:
         """Take the weights ``name`` under ``label`` (``None``: the label stays as it was), and drop shared KV where ``flush`` says so.
@@ -212,6 +217,13 @@ class Backing:
     def relabel(self, label: str) -> None:
         """Publish ``label``; the weights stay."""
         self.engine.relabel(label)
+
+    def _befell(self, fault: WireFault, path: str) -> None:
+        """Record what the engine knows nothing of; a reply that is lost or cut short it records itself, with its call."""
+        what = {WireFaultKind.SLOW: "late-reply", WireFaultKind.STATUS: "reject"}.get(fault.do)
+        if what is not None and not fault.after_engine:
+            detail = f"planned: {fault.status} of {path}" if what == "reject" else f"planned: {fault.seconds:g} s, {path}"
+            self.recorder.record(Fault(what=what, server_id=self.engine.server_id, detail=detail))
 
     def loads(self) -> Mapping[str, int]:
         """Calls that run and that wait, and tokens in use."""

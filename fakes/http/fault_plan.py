@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import random
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -140,9 +140,10 @@ class FaultPlan:
 
 @dataclass(slots=True)
 class Faults:
-    """A plan being carried out by one server: it counts requests and draws."""
+    """A plan being carried out by one server: it counts requests and draws, and tells what happens to whom it may concern."""
 
     plan: FaultPlan
+    told: Callable[[WireFault, str], None]
     _seen: dict[int, int] = field(default_factory=dict)
     _done: dict[int, int] = field(default_factory=dict)
     _draws: dict[int, random.Random] = field(default_factory=dict)
@@ -158,6 +159,7 @@ class Faults:
             if self._befalls(number, fault, body) and not spent and found is None:
                 self._done[number] = self._done.get(number, 0) + 1
                 found = fault
+                self.told(fault, path)
         return found
 
     def _befalls(self, number: int, fault: WireFault, body: bytes) -> bool:

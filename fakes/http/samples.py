@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from rollproof.attribution import Owners
@@ -23,7 +24,8 @@ from rollproof.soundness import sound_request, sound_rollout
 from rollproof.trace import Recorder, Result, Submit
 
 if TYPE_CHECKING:
-    from rollproof.fakes.http.backing import Backing
+    from rollproof.fakes.engine import FakeEngine
+    from rollproof.fakes.http.backing import ServeOptions
 
 __all__ = ["Attributing", "Samples"]
 
@@ -94,35 +96,33 @@ class Samples:
 
 
 class Attributing(Schedule):
-    """Tells the engine whose its calls are, and carries out the actions of a plan."""
+    """Tells the engines whose their calls are, and carries out the actions of a plan on ``servers``."""
 
-    def __init__(self, samples: Samples, actions: Iterable[Action], backing: Backing) -> None:
+    def __init__(self, samples: Samples, actions: Iterable[Action], recorder: Recorder, options: ServeOptions) -> None:
         super().__init__(actions, samples.owner, self._perform)
-        self._backing = backing
+        self.servers: dict[str, FakeEngine] = {}
+        self._together = _Together(self, recorder, options)
         self._doing: set[asyncio.Task[None]] = set()
 
     def _perform(self, action: Action, call: EngineCall) -> None:
-        deed = perform(Shot(cast("Any", _Alone(self._backing, self)), action, call))
+        deed = perform(Shot(cast("Any", self._together), action, call))
         if deed is not None:
             task = asyncio.get_running_loop().create_task(_unless_dead(deed), context=self.context.copy())
             self._doing.add(task)
             task.add_done_callback(self._doing.discard)
 
 
-class _Alone:
-    """The part of a fleet that the actions of one engine need."""
+class _Together:
+    """The part of a fleet that the actions of a plan need."""
 
-    def __init__(self, backing: Backing, schedule: Schedule) -> None:
-        self.recorder, self.schedule = backing.recorder, schedule
-        self.case = backing.options
-        self.servers = {backing.engine.server_id: backing.engine}
+    def __init__(self, schedule: Attributing, recorder: Recorder, options: ServeOptions) -> None:
+        self.recorder, self.schedule, self.case = recorder, schedule, options
+        self.servers = schedule.servers
 
     async def revive(self, server_id: str) -> None:
         self.servers[server_id].revive()
 
 
 async def _unless_dead(deed: Coroutine[Any, Any, None]) -> None:
-    try:
+    with suppress(ServerDied):
         await deed
-    except ServerDied:
-        return

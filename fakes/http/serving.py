@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 import uvicorn
 
 from rollproof.errors import UsageError
+from rollproof.fakes.http.asgi import Face
 from rollproof.fakes.http.backing import Backing, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan
+from rollproof.fakes.http.router import Router, RouterKind
 from rollproof.fakes.http.sglang import sglang_app
 from rollproof.fakes.http.vllm import vllm_app
 from rollproof.trace import TraceSink
 
-if TYPE_CHECKING:
-    from rollproof.fakes.http.asgi import Face
-
-__all__ = ["FACES", "bound_socket", "serve_forever", "serving"]
+__all__ = ["FACES", "bound_socket", "routing", "serve_forever", "serving"]
 
 FACES: Mapping[str, tuple[Callable[[Backing], Face], str]] = {"sglang": (sglang_app, "sglang"), "vllm": (vllm_app, "vllm")}
 """Faces by name: the application, and the flavour of engine that it stands in front of."""
@@ -52,13 +53,41 @@ async def serving(
     """Serve ``face`` in the running loop; gives its address ``http://127.0.0.1:port`` and the engine behind it."""
     make, flavour = _face(face)
     backing = Backing(options or ServeOptions(flavour=flavour), sinks, plan=plan)
-    listening = bound_socket(port)
-    server = uvicorn.Server(_config(make(backing), access_log=False))
+    async with _listening(make(backing), bound_socket(port)) as url:
+        yield url, backing
+
+
+@asynccontextmanager
+async def routing(
+    face: str,
+    options: ServeOptions,
+    workers: int,
+    kind: RouterKind = RouterKind.GATEWAY,
+    *,
+    sinks: Iterable[TraceSink] = (),
+    plan: FaultPlan | None = None,
+) -> AsyncIterator[tuple[str, Mapping[str, Backing]]]:
+    """Serve ``workers`` engines and a router before them; gives the router's address, and the engines by theirs."""
+    make, _ = _face(face)
+    backings = _together(options, workers, sinks, keep=True, plan=plan)
+    async with AsyncExitStack() as stack:
+        apps: dict[str, Face] = {}
+        by_url: dict[str, Backing] = {}
+        for backing in backings:
+            app = make(backing)
+            url = await stack.enter_async_context(_listening(app, bound_socket()))
+            apps[url], by_url[url] = app, backing
+        yield await stack.enter_async_context(_listening(Router(apps, kind), bound_socket())), by_url
+
+
+@asynccontextmanager
+async def _listening(app: Face | Router, listening: socket.socket) -> AsyncIterator[str]:
+    server = _Server(_config(app, access_log=False))
     task = asyncio.ensure_future(server.serve(sockets=[listening]))
     while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn tells it by this flag alone
         await asyncio.sleep(0.005)
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", backing
+        yield _url(listening)
     finally:
         server.should_exit = True
         await task
@@ -68,20 +97,65 @@ async def serving(
 def serve_forever(
     face: str,
     options: ServeOptions,
-    listening: socket.socket,
+    listening: Sequence[socket.socket],
     *,
     sinks: Iterable[TraceSink] = (),
     access_log: bool = True,
     plan: FaultPlan | None = None,
+    kind: RouterKind = RouterKind.GATEWAY,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; requests in flight are given a moment to end."""
+    """Serve until SIGINT or SIGTERM; requests in flight are given a moment to end. Of several sockets the first is the router's."""
     make, _ = _face(face)
+    sockets = listening[1:] or listening
 
     async def run() -> None:
-        backing = Backing(options, sinks, keep=False, plan=plan)
-        await uvicorn.Server(_config(make(backing), access_log=access_log)).serve(sockets=[listening])
+        backings = _together(options, len(sockets), sinks, keep=False, plan=plan)
+        apps: list[tuple[Face | Router, socket.socket]] = [(make(one), sock) for one, sock in zip(backings, sockets, strict=True)]
+        if len(sockets) > 1:
+            apps.insert(0, (Router({_url(sock): app for app, sock in apps if isinstance(app, Face)}, kind), listening[0]))
+        servers = [(_Server(_config(app, access_log=access_log)), sock) for app, sock in apps]
+        loop = asyncio.get_running_loop()
 
-    asyncio.run(run())
+        def stop() -> None:
+            for server, _ in servers:
+                server.should_exit = True
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with suppress(NotImplementedError, ValueError, RuntimeError):  # elsewhere than in a main thread, or on Windows
+                loop.add_signal_handler(number, stop)
+        await asyncio.gather(*(server.serve(sockets=[sock]) for server, sock in servers))
+
+    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+        runner.run(run())
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: uvicorn would raise them again when it is done, which ends a process before its trace is written."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave them alone."""
+        yield
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The loop of uvloop, where it is installed."""
+    try:
+        uvloop = importlib.import_module("uvloop")
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _together(options: ServeOptions, count: int, sinks: Iterable[TraceSink], *, keep: bool, plan: FaultPlan | None) -> list[Backing]:
+    """Engines that share a trace."""
+    first = Backing(options, sinks, keep=keep, plan=plan)
+    return [first, *(Backing(options, plan=plan, beside=first, server_id=f"s{i}") for i in range(1, count))]
+
+
+def _url(listening: socket.socket) -> str:
+    return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 def _face(name: str) -> tuple[Any, str]:
@@ -90,7 +164,7 @@ def _face(name: str) -> tuple[Any, str]:
     return FACES[name]
 
 
-def _config(app: Face, *, access_log: bool) -> uvicorn.Config:
+def _config(app: Face | Router, *, access_log: bool) -> uvicorn.Config:
     return uvicorn.Config(
         app, access_log=access_log, log_level="info" if access_log else "warning", timeout_graceful_shutdown=3, lifespan="off"
     )

@@ -20,7 +20,7 @@ from rollproof.fakes.failures import BadCall, EnginePaused, TransferFailed
 from rollproof.fakes.http.asgi import Answer, Asked, Endpoints, Events, Face
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, field
-from rollproof.fakes.http.sglang_call import SglangCall, last_logprob, native_chunk, native_reply, shown_version
+from rollproof.fakes.http.sglang_call import SglangCall, indexed, last_logprob, native_chunk, native_reply, shown_version
 from rollproof.fakes.http.sglang_openai import OpenAI
 from rollproof.fakes.http.telling import told_endpoints
 from rollproof.trace import PauseMode
@@ -113,7 +113,7 @@ class _Native:
             raise
         calls = list(call.wanted())
         if call.stream:
-            return Events(self._stream(asked, calls[0]))
+            return Events(self._stream(asked, calls, listed=call.listed))
         if not call.listed:
             return Response(await self._reply(asked, calls[0]), media_type="application/json")
         replies = await asyncio.gather(*(self._reply(asked, wanted) for wanted in calls))
@@ -278,37 +278,49 @@ class _Native:
         output = await self._backing.generate(asked, wanted, unique=True)
         return native_reply(wanted, output, time.perf_counter() - begun, self._backing)
 
-    async def _stream(self, asked: Asked, wanted: Wanted) -> AsyncIterator[bytes]:
+    async def _stream(self, asked: Asked, calls: list[Wanted], *, listed: bool) -> AsyncIterator[bytes]:
         """All tokens so far in each event (or the new ones, where the server streams so); with the last come routes and the reason."""
-        begun = time.perf_counter()
         ready: asyncio.Queue[bytes | None] = asyncio.Queue()
+        tasks = [asyncio.ensure_future(self._streamed(asked, one, number if listed else None, ready)) for number, one in enumerate(calls)]
+        everything = asyncio.ensure_future(asyncio.wait(tasks))
+        everything.add_done_callback(lambda _: ready.put_nowait(None))
+        try:
+            while (event := await ready.get()) is not None:
+                yield event
+            for task in tasks:
+                task.result()
+        finally:
+            # the client went away: SGLang ends its requests
+            for wanted, task in zip(calls, tasks, strict=True):
+                if not task.done():
+                    await self._engine.abort(wanted.rid)
+            await asyncio.gather(*tasks, everything, return_exceptions=True)
+        yield b"data: [DONE]\n\n"
+
+    async def _streamed(self, asked: Asked, wanted: Wanted, index: int | None, ready: asyncio.Queue[bytes | None]) -> None:
+        """The events of one sample."""
+        begun = time.perf_counter()
         logprobs: list[float] = []
         sent = 0
+
+        def say(data: bytes) -> None:
+            ready.put_nowait(_event(data if index is None else indexed(data, index)))
 
         def heard(call: EngineCall) -> None:
             nonlocal sent
             if wanted.logprobs:
                 logprobs.append(last_logprob(call, self._backing))
             if len(call.ids) < call.limit:  # the last token comes with the reply
-                ready.put_nowait(native_chunk(wanted, call, logprobs, sent, self._backing))
+                say(native_chunk(wanted, call, logprobs, sent, self._backing))
                 sent = call.sampled
 
-        task = asyncio.ensure_future(self._backing.generate(asked, wanted, heard=heard, unique=True))
-        task.add_done_callback(lambda _: ready.put_nowait(None))
         try:
-            while (chunk := await ready.get()) is not None:
-                yield _event(chunk)
-            output = task.result()
-            start = sent if self._backing.options.incremental else 0
-            yield _event(native_reply(wanted, output, time.perf_counter() - begun, self._backing, sent=start, stamped=not sent))
+            output = await self._backing.generate(asked, wanted, heard=heard, unique=True)
         except (BadCall, BadRequest, EnginePaused) as error:
-            yield _refusal(str(error))
-        finally:
-            # the client went away: SGLang ends its request
-            if not task.done():
-                await self._engine.abort(wanted.rid)
-                await asyncio.gather(task, return_exceptions=True)
-        yield b"data: [DONE]\n\n"
+            ready.put_nowait(_refusal(str(error)))
+            return
+        start = sent if self._backing.options.incremental else 0
+        say(native_reply(wanted, output, time.perf_counter() - begun, self._backing, sent=start, stamped=not sent))
 
 
 async def _refused(error: BadRequest) -> AsyncIterator[bytes]:

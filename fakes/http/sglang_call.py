@@ -15,7 +15,7 @@ from rollproof.records import EngineOutput, FinishReason, Version
 if TYPE_CHECKING:
     from rollproof.fakes.calls import EngineCall
 
-__all__ = ["UNLIMITED", "SglangCall", "finish_of", "last_logprob", "meta_of", "native_chunk", "native_reply", "shown_version"]
+__all__ = ["UNLIMITED", "SglangCall", "finish_of", "indexed", "last_logprob", "meta_of", "native_chunk", "native_reply", "shown_version"]
 
 UNLIMITED = 128
 """SGLang's own max_new_tokens where a request states none."""
@@ -79,6 +79,8 @@ class SglangCall:
         self.logprobs: bool = field(body, "return_logprob", bool, False)
         self.routes: bool = field(body, "return_routed_experts", bool, False)
         self.routes_start: int = field(body, "routed_experts_start_len", int, 0)
+        self.prompt_logprobs: int = field(body, "logprob_start_len", int, -1)
+        self.top: int = field(body, "top_logprobs_num", int, 0)
         self.listed = listed or samples > 1
         self.rids = _rids(body.get("rid"), len(prompts), samples)
         stray = sorted(set(self.sampling) - _SAMPLING)
@@ -97,8 +99,6 @@ class SglangCall:
                     f"Requested token count exceeds the model's maximum context length of {backing.max_length} tokens: {len(prompt)} "
                     f"tokens of input and {self.max_tokens} of completion."
                 )
-        if self.stream and self.listed:
-            raise BadRequest("This fake streams one sample a request.", 501)
 
     @classmethod
     def read(cls, body: Mapping[str, Any], backing: Backing) -> SglangCall:
@@ -125,6 +125,8 @@ class SglangCall:
                 routes=self.routes,
                 logprobs=self.logprobs,
                 routes_start=self.routes_start,
+                prompt_logprobs=self.prompt_logprobs,
+                top=self.top,
             )
 
 
@@ -144,7 +146,7 @@ def _rids(rid: Any, prompts: int, samples: int) -> list[str]:
     return list(rid)
 
 
-def meta_of(wanted: Wanted, output: EngineOutput, taken: float, backing: Backing, *, stamped: bool = True) -> dict[str, Any]:
+def meta_of(wanted: Wanted, output: EngineOutput, taken: float, backing: Backing, *, sent: int = 0, stamped: bool = True) -> dict[str, Any]:
     """``meta_info`` of a finished call, without its routes: the keys depend on how it ended, as SGLang's do."""
     meta: dict[str, Any] = {"id": wanted.rid, "finish_reason": finish_of(output)}
     ran = output.cached_tokens is not None  # a call that was aborted in the queue has no counts
@@ -154,7 +156,8 @@ def meta_of(wanted: Wanted, output: EngineOutput, taken: float, backing: Backing
     if ran:
         meta["num_retractions"] = 0
     if wanted.logprobs and output.logprobs is not None:
-        meta |= _logprobs(output.logprobs.tolist(), output.token_ids)
+        meta |= _logprobs(output.logprobs.tolist()[sent:], output.token_ids[sent:], wanted, backing)
+        meta["output_token_logprobs_length"] = len(output.token_ids)
     meta["reasoning_tokens"] = 0
     meta["completion_tokens"] = len(output.token_ids)
     if ran:
@@ -173,7 +176,7 @@ def native_reply(wanted: Wanted, output: EngineOutput, taken: float, backing: Ba
     """The reply of ``/generate``; of a stream that tells only what is new, from token ``sent`` on. A stream is stamped once."""
     body: dict[str, Any] = {"text": text_of(output.token_ids[sent:])} if backing.options.tokenizer else {}
     body["output_ids"] = output.token_ids[sent:]
-    body["meta_info"] = meta_of(wanted, output, taken, backing, stamped=stamped)
+    body["meta_info"] = meta_of(wanted, output, taken, backing, sent=sent, stamped=stamped)
     text = dumped(body)
     return text if output.routes is None else with_routes(text, output, backing)
 
@@ -199,7 +202,7 @@ def native_chunk(wanted: Wanted, call: EngineCall, logprobs: list[float], sent: 
         "num_retractions": 0,
     }
     if wanted.logprobs:
-        meta |= _logprobs(logprobs[sent:] if backing.options.incremental else logprobs, shown)
+        meta |= _logprobs(logprobs[sent:] if backing.options.incremental else logprobs, shown, wanted, backing)
         meta["output_token_logprobs_length"] = len(tokens)
     cached = call.cached or 0
     details = {"device": cached, "host": 0} if cached else None
@@ -231,6 +234,26 @@ def shown_version(label: Version) -> str:
     return "default" if label is None else str(label)
 
 
-def _logprobs(logprobs: Sequence[float], tokens: Sequence[int]) -> dict[str, Any]:
+def indexed(data: bytes, index: int) -> bytes:
+    """An event of a stream of several samples says whose it is."""
+    return b'%s,"index":%d}' % (data[:-1], index)
+
+
+def _logprobs(logprobs: Sequence[float], tokens: Sequence[int], wanted: Wanted, backing: Backing) -> dict[str, Any]:
+    """Of the sampled tokens, and where they were asked for those of the prompt, and the best ones (here: the sampled token's alone)."""
     pairs = [(logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)]
-    return {"input_token_logprobs": (), "output_token_logprobs": pairs, "output_token_logprobs_length": len(pairs)}
+    meta: dict[str, Any] = {"input_token_logprobs": (), "output_token_logprobs": pairs, "output_token_logprobs_length": len(pairs)}
+    start = wanted.prompt_logprobs
+    given: list[tuple[float | None, int, None]] = []
+    if start >= 0:
+        given = [(value, token, None) for value, token in zip(_prompt_logprobs(wanted, backing), wanted.prompt, strict=True)]
+        meta["input_token_logprobs"] = given[start:]
+    if wanted.top:
+        meta["input_top_logprobs"] = [None if value is None else [(value, token, None)] for value, token, _ in given[max(start, 0) :]]
+        meta["output_top_logprobs"] = [[pair] for pair in pairs]
+    return meta
+
+
+def _prompt_logprobs(wanted: Wanted, backing: Backing) -> list[float | None]:
+    """The first token has none."""
+    return [None, *backing.policy.logprobs(backing.engine.version, wanted.prompt, 1).tolist()]

@@ -119,15 +119,21 @@ class OpenAI:
         }
         if output.routes is not None and not (form.meta and body.get("return_meta_info")):
             reply["sglext"] = {"routed_experts": as_int32(output.routes).decode("ascii")}
+            if call.samples > 1:
+                reply["sglext"]["spec_tokens_details"] = []
         return Response(dumped(reply), media_type="application/json")
 
     async def _stream(self, asked: Asked, body: Mapping[str, Any], call: SglangCall, form: _Completion) -> AsyncIterator[bytes]:
         """Deltas; the reason comes with the last one, or in a chunk of its own, then routes, usage where asked, and the end mark."""
         ready: asyncio.Queue[tuple[int, Wanted, list[int], list[float]] | None] = asyncio.Queue()
         wanted_calls = list(call.wanted())
+        told = [0] * len(wanted_calls)
 
         def hearing(number: int, wanted: Wanted) -> Any:
             def heard(running: EngineCall) -> None:
+                if form.holds_last and len(running.ids) >= running.limit:
+                    return
+                told[number] = running.sampled
                 logprob = [last_logprob(running, self._backing)] if wanted.logprobs else []
                 ready.put_nowait((number, wanted, [running.ids[-1]], logprob))
 
@@ -140,21 +146,25 @@ class OpenAI:
         everything = asyncio.ensure_future(asyncio.wait(tasks))
         everything.add_done_callback(lambda _: ready.put_nowait(None))
         try:
-            for i, wanted in enumerate(wanted_calls):
-                for chunk in form.opening(body, wanted, i):
-                    yield _event(chunk)
-            while (told := await ready.get()) is not None:
-                number, wanted, tokens, logprobs = told
+            begun: set[int] = set()
+            while (heard := await ready.get()) is not None:
+                number, wanted, tokens, logprobs = heard
+                if number not in begun:
+                    begun.add(number)
+                    for chunk in form.opening(body, wanted, number):
+                        yield _event(chunk)
                 yield _event(form.delta(body, wanted, number, tokens, logprobs))
             outputs = [task.result() for task in tasks]
             for i, (wanted, output) in enumerate(zip(wanted_calls, outputs, strict=True)):
-                yield _event(form.closing(body, wanted, i, output))
+                yield _event(form.closing(body, wanted, i, output, told[i]))
             first = wanted_calls[0]
             if outputs[0].routes is not None:
                 routes = {"routed_experts": as_int32(outputs[0].routes).decode("ascii")}
                 yield _event({**form.chunk(body, first), "choices": [], "usage": None, "sglext": routes})
             if (body.get("stream_options") or {}).get("include_usage"):
                 usage = _usage(sum(map(len, call.prompts)), sum(len(output.token_ids) for output in outputs))
+                if not form.meta:
+                    del usage["prompt_tokens_details"]
                 yield _event({**form.chunk(body, first), "choices": [], "usage": usage})
         except (BadCall, BadRequest) as error:
             told_error = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
@@ -172,6 +182,8 @@ class _Completion:
 
     kind, part = "text_completion", "text_completion"
     meta = False
+    holds_last = True
+    """Whether the last token comes with the reason."""
 
     def envelope(self, body: Mapping[str, Any], rid: str) -> dict[str, Any]:
         return {"id": rid, "object": self.kind, "created": int(time.time()), "model": field(body, "model", str, "default")}
@@ -213,9 +225,12 @@ class _Completion:
             choice["token_ids"] = list(tokens)
         return {**self.chunk(body, wanted), "choices": [choice], "usage": None}
 
-    def closing(self, body: Mapping[str, Any], wanted: Wanted, index: int, output: EngineOutput) -> dict[str, Any]:
-        choice = {"index": index, "text": "", "logprobs": None, **_ending(output)}
-        return {**self.chunk(body, wanted), "choices": [choice], "usage": None}
+    def closing(self, body: Mapping[str, Any], wanted: Wanted, index: int, output: EngineOutput, told: int) -> dict[str, Any]:
+        tokens = output.token_ids[told:]
+        logprobs = [] if output.logprobs is None else output.logprobs.tolist()[told:]
+        chunk = self.delta(body, wanted, index, tokens, logprobs)
+        chunk["choices"][0] |= _ending(output)
+        return chunk
 
     def _logprobs(self, body: Mapping[str, Any], tokens: Sequence[int], logprobs: Sequence[float] | None) -> dict[str, Any] | None:
         if logprobs is None:
@@ -230,6 +245,7 @@ class _Chat(_Completion):
 
     kind, part = "chat.completion", "chat.completion.chunk"
     meta = True
+    holds_last = False
 
     def choice(
         self, body: Mapping[str, Any], index: int, wanted: Wanted, output: EngineOutput, taken: float, backing: Backing
@@ -257,7 +273,7 @@ class _Chat(_Completion):
         content = _content(tokens, logprobs) if wanted.logprobs else None
         return self._part(body, wanted, index, {"reasoning_content": None, "content": text_of(tokens) + " "}, logprobs=content)
 
-    def closing(self, body: Mapping[str, Any], wanted: Wanted, index: int, output: EngineOutput) -> dict[str, Any]:
+    def closing(self, body: Mapping[str, Any], wanted: Wanted, index: int, output: EngineOutput, told: int) -> dict[str, Any]:
         return self._part(body, wanted, index, {"reasoning_content": None}, **_ending(output))
 
     def _part(self, body: Mapping[str, Any], wanted: Wanted, index: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:

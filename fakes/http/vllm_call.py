@@ -129,7 +129,10 @@ def usage(prompt: int, sampled: int) -> dict[str, Any]:
 
 def tokens_choice(call: VllmCall, index: int, output: EngineOutput, backing: Backing) -> dict[str, Any]:
     """A choice of ``/inference/v1/generate``."""
-    logprobs = None if call.top is None or output.logprobs is None else token_logprobs(output.token_ids, output.logprobs.tolist())
+    logprobs = None
+    if call.top is not None and output.logprobs is not None:
+        form = token_logprobs if backing.flavour.shows_spans else placeholder_logprobs  # 0.26 still had the form of chats here
+        logprobs = form(output.token_ids, output.logprobs.tolist())
     return {
         "index": index,
         "finish_reason": finish_of(output),
@@ -146,6 +149,12 @@ def token_logprobs(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str
     """Logprobs with integer ids, those of the sampled tokens alone: the fake has no others."""
     own = [{"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in zip(tokens, logprobs, strict=True)]
     return {"content": [{**one, "top_logprobs": [one]} for one in own]}
+
+
+def placeholder_logprobs(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    """The same as releases up to 0.26 wrote them (prime-rl pins that one): ids as texts."""
+    pairs = zip(tokens, logprobs, strict=True)
+    return {"content": [{"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []} for token, logprob in pairs]}
 
 
 def completion_choice(call: VllmCall, index: int, prompt: Sequence[int], output: EngineOutput, backing: Backing) -> dict[str, Any]:

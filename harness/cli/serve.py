@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollproof.case import EngineOptions, Model
-from rollproof.errors import UsageError
+from rollproof.errors import ContractError, UsageError
 from rollproof.report import ExitCode
+
+if TYPE_CHECKING:
+    from rollproof.contract import Contract
 
 __all__ = ["serve"]
 
@@ -26,11 +32,23 @@ def serve(
     vocab: Annotated[int, typer.Option("--vocab", min=8, help="Size of the vocabulary.")] = 512,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the coded policy.")] = 0,
     step: Annotated[float, typer.Option("--step", metavar="SECONDS", min=0.0, help="Duration of one engine step.")] = 0.001,
+    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="With more than one: as many servers, and a router before.")] = 1,
+    router: Annotated[str, typer.Option("--router", metavar="gateway|slime", help="Whose router stands before several.")] = "gateway",
+    incremental: Annotated[bool, typer.Option("--incremental", help="SGLang: stream only what is new.")] = False,
+    routes: Annotated[
+        str | None, typer.Option("--routes", metavar="int32|compact|npy|described", help="Form of routes, where not the server's own.")
+    ] = None,
+    fault_plan: Annotated[Path | None, typer.Option("--fault-plan", metavar="FILE", help="What goes wrong: TOML or JSON.")] = None,
+    contract: Annotated[
+        Path | None, typer.Option("--contract", metavar="FILE", help="What the stack promises (TOML or JSON), so that samples can be told.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Write the trace here, for `rollproof check`.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No access log.")] = False,
 ) -> int:
     """Serve a fake engine on loopback until Ctrl-C: coded values, and the endpoints that reinforcement-learning stacks use."""
-    from rollproof.fakes.http.backing import Backing, ServeOptions
+    from rollproof.fakes.http.backing import Backing, RoutesForm, ServeOptions
+    from rollproof.fakes.http.fault_plan import FaultPlan
+    from rollproof.fakes.http.router import RouterKind
     from rollproof.fakes.http.serving import FACES, bound_socket, serve_forever
     from rollproof.store import TraceWriter
 
@@ -38,18 +56,42 @@ def serve(
         raise UsageError(f"No face is named {face!r}; choose one of {list(FACES)}.")
     if top_k > experts:
         raise UsageError(f"--top-k {top_k} exceeds --experts {experts}.")
+    if routes is not None and routes not in list(RoutesForm):
+        raise UsageError(f"--routes {routes} is none of {[str(form) for form in RoutesForm]}.")
+    if router not in list(RouterKind):
+        raise UsageError(f"--router {router} is none of {[str(kind) for kind in RouterKind]}.")
     options = ServeOptions(
         flavour=flavour or FACES[face][1],
         model=Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=top_k, vocab=vocab),
         engine=EngineOptions(max_batch=256, step=step, prefix_cache=True),
         seed=seed,
+        incremental=incremental,
+        routes=None if routes is None else RoutesForm(routes),
+        contract=None if contract is None else _contract(contract),
     )
+    plan = None if fault_plan is None else FaultPlan.from_file(fault_plan)
     header = Backing.header(options)
-    listening = bound_socket(port)
-    typer.echo(f"{face} on http://127.0.0.1:{listening.getsockname()[1]}", err=True)
-    if trace is None:
-        serve_forever(face, options, listening, access_log=not quiet)
-        return ExitCode.PASS
-    with TraceWriter(trace, header) as writer:
-        serve_forever(face, options, listening, sinks=[writer], access_log=not quiet)
+    listening = [bound_socket(port)]
+    with nullcontext() if trace is None else TraceWriter(trace, header) as writer:
+        if workers > 1:
+            listening += [bound_socket() for _ in range(workers)]
+        for number, sock in enumerate(listening):
+            what = f"{face}" if workers == 1 else "router" if not number else f"{face} s{number - 1}"
+            typer.echo(f"{what} on http://127.0.0.1:{sock.getsockname()[1]}", err=True)
+        serve_forever(
+            face, options, listening, sinks=[] if writer is None else [writer], access_log=not quiet, plan=plan, kind=RouterKind(router)
+        )
     return ExitCode.PASS
+
+
+def _contract(path: Path) -> Contract:
+    from rollproof.contract import Contract
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        data: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        return Contract(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, ContractError):
+            raise
+        raise UsageError(f"The contract {path} cannot be read: {error}.") from error

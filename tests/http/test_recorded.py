@@ -1,91 +1,182 @@
-"""The faces beside what the real servers answered (``record_sglang.py`` makes the recordings)."""
+"""The faces beside what the real servers answered (``record_sglang.py``, ``record_vllm.py``, ``record_router.py`` recorded it)."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from rollproof.case import EngineOptions, Model
 from rollproof.fakes.http.backing import ServeOptions
-from rollproof.fakes.http.serving import serving
-from tests.http.recording import ends
+from rollproof.fakes.http.serving import routing
+from tests.http.recording import KEPT_ITEMS, ends
+from tests.http.served import Served, running, served
+from tests.http.unlike import EXTRA, MISSING, SKIPPED, STATUS_ONLY, UNSTEADY
 
 RECORDED = Path(__file__).parent / "recorded"
 MODEL = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
-OPTIONS = ServeOptions(
-    flavour="sglang", model=MODEL, engine=EngineOptions(max_batch=8, step=0.001, prefix_cache=True), max_length=512, label="w0"
-)
-ALONE = (
-    "generate",
-    "generate_stream",
-    "update_weight_version",
-    "health",
-    "loads",
-    "errors",
-    "get_weight_version",
-    "flush_cache",
-    "pause_continue",
-    "abort",
-)
-"""Kinds whose exchanges are asked one after the other; chats the SGLang face does not have yet."""
-UNLIKE = {
-    ("/update_weights_from_disk", "/nowhere"): "the fake has no disk: every path is weights",
-    ("/get_load", ""): "not an endpoint of 0.5.21",
+ENGINE = EngineOptions(max_batch=8, step=0.001, prefix_cache=True)
+OPTIONS = {
+    "sglang": ServeOptions(flavour="sglang", model=MODEL, engine=ENGINE, max_length=512, label="w0"),
+    "vllm": ServeOptions(flavour="vllm", model=MODEL, engine=ENGINE, max_length=512),
 }
-TOLERATED = {
-    "loads": {"decode_moments", "disaggregation", "memory", "queues", "total_prefill_busy_us", "total_prefill_uncached_tokens"},
-    # a call that found a cached prefix says how much; whether it did depends on what ran before
-    "": {"cached_tokens_details"},
+KINDS = sorted(path.stem for path in RECORDED.glob("*.json"))
+LONG = ("cut-", "held-", "across")
+"""How ids of calls begin that something else was done beside."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_are_answered_as_the_real_server_answered_them(kind: str) -> None:
+    """Status, media type, keys and kinds of values of every exchange of a kind, in its order, on one server."""
+    exchanges = json.loads((RECORDED / f"{kind}.json").read_text())["exchanges"]
+    with started(kind) as server:
+        wrong = [f"{name}: {text}" for name, text in differences(kind, exchanges, server)]
+    assert [] == wrong
+
+
+def started(kind: str) -> Any:
+    face = kind.partition("_")[0]
+    if face == "router":
+        return running(lambda: routing("sglang", ServeOptions(flavour="sglang"), 2))
+    return served(face, OPTIONS[face])
+
+
+def differences(kind: str, exchanges: list[Mapping[str, Any]], server: Served) -> Iterator[tuple[str, str]]:
+    """Where the face differs, exchange by exchange. A long call is begun before the orders that were given beside it."""
+    waiting: list[tuple[str, Mapping[str, Any], threading.Thread, list[Any]]] = []
+    for number, exchange in enumerate(exchanges):
+        name = f"{kind}-{number}"
+        for later, call in begun_beside(exchanges, number):
+            waiting.append(begin(server, f"{kind}-{later}", call))
+        if is_long(exchange):
+            _, real, thread, got = waiting.pop(0)
+            thread.join(60)
+            yield from compared(name, real, got[0])
+        else:
+            yield from compared(name, exchange, ask(server, exchange["request"], kind))
+
+
+def begun_beside(exchanges: list[Mapping[str, Any]], number: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """A long call that ends after this order and was begun before it: the recorder gives its orders right before it."""
+    if is_long(exchanges[number]):
+        return
+    following = next((i for i in range(number + 1, len(exchanges)) if is_long(exchanges[i])), None)
+    if following is None:
+        return
+    orders = ORDERS.get(str(identity(exchanges[following])), 1)
+    if number == following - orders:
+        yield following, exchanges[following]
+
+
+ORDERS = {
+    "held-1": 2,
+    "held-2": 2,
+    "held-3": 3,
+    "held-abort": 3,
+    "held-retract": 3,
+    "held-in_place": 3,
+    "held-wait": 3,
+    "held-keep": 3,
+    "held-cache": 2,
+    "across": 2,
 }
-"""Keys of deployments that the fake does not stand for."""
+"""How many orders were given beside a long call, where it was more than one."""
 
 
-def exchanges() -> Iterator[Any]:
-    """Every recorded exchange of one request that needs no other beside it."""
-    for kind in ALONE:
-        data = json.loads((RECORDED / f"sglang_{kind}.json").read_text())
-        for number, exchange in enumerate(data["exchanges"]):
-            request = exchange["request"]
-            rid = str((request.get("body") or {}).get("rid", ""))
-            if rid.startswith(("cut-", "held-")) or (kind == "flush_cache" and number == 1):
-                continue  # how a call ended that something else cut short: tests/http/test_sglang_face.py
-            if (request["path"], str((request.get("body") or {}).get("model_path", ""))) in UNLIKE:
-                continue
-            yield pytest.param(exchange, id=f"{kind}-{number}")
+def identity(exchange: Mapping[str, Any]) -> Any:
+    body = exchange["request"].get("body")
+    return (body.get("rid") or body.get("request_id")) if isinstance(body, dict) else None
 
 
-def shape(value: Any, skip: set[str]) -> Any:
-    """Keys and kinds of values; of an array the kinds of its items."""
-    if isinstance(value, Mapping):
-        return {key: shape(item, skip) for key, item in value.items() if key not in skip}
-    if isinstance(value, list):
-        return sorted({json.dumps(shape(item, skip), sort_keys=True) for item in value})
+def is_long(exchange: Mapping[str, Any]) -> bool:
+    return exchange["request"]["path"].endswith(("/generate", "/completions")) and str(identity(exchange) or "").startswith(LONG)
+
+
+def begin(server: Served, name: str, exchange: Mapping[str, Any]) -> Any:
+    """Start a long call, and wait until it runs."""
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(ask(server, exchange["request"], name)))
+    thread.start()
+    end = time.monotonic() + 20
+    while not (server.do(lambda: sum(server.backing.engine.progress().values())) or got) and time.monotonic() < end:
+        time.sleep(0.002)
+    return name, exchange, thread, got
+
+
+def ask(server: Served, request: Mapping[str, Any], kind: str) -> tuple[int, str, Any]:
+    path = request["path"]
+    if kind == "router_workers" and path.startswith("/workers/") and "00000000" not in path:
+        path = "/workers/" + server.client.get("/workers").json()["workers"][0]["id"]
+    body = adapted(kind, request.get("body"), server)
+    if "text" in request:
+        reply = server.client.request(
+            request["method"], path, content=request["text"], headers={"content-type": request.get("content_type", "application/json")}
+        )
+    else:
+        reply = server.client.request(request["method"], path, **({} if body is None else {"json": body}))
+    media = (reply.headers.get("content-type") or "").partition(";")[0]
+    if media == "text/event-stream":
+        lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+        return reply.status_code, media, ends([line if line == "[DONE]" else json.loads(line) for line in lines])
+    return reply.status_code, media, reply.json() if media == "application/json" and reply.content else reply.text
+
+
+def adapted(kind: str, body: Any, server: Served) -> Any:
+    """Long calls sample more here: the fake is faster than the orders that are to meet them. A worker has another address."""
+    if kind == "router_workers" and isinstance(body, dict) and "url" in body:
+        return {"url": next(iter(server.backing))}
+    return body
+
+
+def compared(name: str, exchange: Mapping[str, Any], answer: tuple[int, str, Any]) -> Iterator[tuple[str, str]]:
+    if name in SKIPPED:
+        return
+    real, (status, media, body) = exchange["response"], answer
+    if real["status"] != status:
+        yield name, f"status {status}, not {real['status']}: {json.dumps(body)[:160]}"
+    elif real["content_type"] != media and (real["content_type"] or real["body"]):
+        if real["content_type"] or media != "text/plain":
+            yield name, f"media type {media!r}, not {real['content_type']!r}"
+    elif name not in STATUS_ONLY:
+        path = exchange["request"]["path"].partition("?")[0]
+        yield from ((name, text) for text in unlike(real["body"], body, path, ""))
+
+
+def unlike(real: Any, ours: Any, path: str, where: str) -> Iterator[str]:
+    """Keys that only one of them has, and values of another kind. Of arrays the items are compared as far as both have some."""
+    if any(where.endswith(known) for known in UNSTEADY):
+        return
+    if isinstance(real, Mapping) and isinstance(ours, Mapping):
+        for key in sorted({*real, *ours}):
+            place = f"{where}.{key}" if where else key
+            if key not in ours:
+                if not any(place.endswith(known) for known in (*MISSING.get(path, ()), *MISSING["*"])):
+                    yield f"lacks {place}"
+            elif key not in real:
+                if not any(place.endswith(known) for known in EXTRA.get(path, ())):
+                    yield f"has {place}, which the real one has not"
+            else:
+                yield from unlike(real[key], ours[key], path, place)
+    elif isinstance(real, list) and isinstance(ours, list):
+        if bool(real) != bool(ours):
+            yield f"{where}: {len(ours)} items, not {len(real)}"
+        elif where == "" or where.endswith("choices"):
+            if where and len(real) != min(len(ours), KEPT_ITEMS if len(real) == KEPT_ITEMS else len(ours)):
+                yield f"{where}: {len(ours)} items, not {len(real)}"
+            for one, other in zip(real, ours, strict=False):
+                yield from unlike(one, other, path, where)
+        elif real and ours:
+            yield from unlike(real[0], ours[0], path, f"{where}[]")
+    elif kind_of(real) != kind_of(ours) and not any(where.endswith(known) for known in (*EXTRA.get(path, ()), *MISSING["*"])):
+        yield f"{where or 'body'} is {kind_of(ours)}, not {kind_of(real)}"
+
+
+def kind_of(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value)
-    return "number" if isinstance(value, int | float) else "text"
-
-
-@pytest.mark.parametrize("exchange", list(exchanges()))
-def test_a_request_is_answered_as_the_real_server_answered_it(exchange: Mapping[str, Any]) -> None:
-    """Status, media type, keys and kinds of values are those that SGLang 0.5.21 sent."""
-    request, real = exchange["request"], exchange["response"]
-
-    async def ask() -> tuple[int, str, Any]:
-        async with serving("sglang", OPTIONS) as (url, _), httpx.AsyncClient(base_url=url, timeout=30) as client:
-            reply = await client.request(request["method"], request["path"], json=request.get("body"))
-            kind = (reply.headers.get("content-type") or "").partition(";")[0]
-            if kind == "text/event-stream":
-                lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
-                return reply.status_code, kind, ends([line if line == "[DONE]" else json.loads(line) for line in lines])
-            return reply.status_code, kind, reply.json() if kind == "application/json" else reply.text
-
-    status, kind, body = asyncio.run(ask())
-    skip = TOLERATED["loads" if request["path"] == "/v1/loads" else ""] | TOLERATED[""]
-    assert (real["status"], real["content_type"]) == (status, kind if real["content_type"] else "")
-    assert shape(real["body"], skip) == shape(body, skip)
+    return "number" if isinstance(value, int | float) else type(value).__name__

@@ -1,0 +1,32 @@
+"""Where a face is known to differ from the recorded server, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SKIPPED: Mapping[str, str] = {
+    "sglang_update_weights_from_disk-1": "the fake has no disk: every path is weights",
+}
+"""Exchanges that are not compared, with the reason."""
+STATUS_ONLY: Mapping[str, str] = {
+    "sglang_info-2": "the whole start-up configuration; the face has the part that stacks read",
+    "sglang_info-3": "the same",
+}
+"""Exchanges of which only status and media type are compared, with the reason."""
+UNSTEADY = (
+    "cached_tokens_details",  # an object where a prefix was cached, else null: it depends on what ran before
+    "logprobs.top_logprobs[]",  # its keys are words
+    "content[].top_logprobs",  # the fake has the sampled token's logprob, and no others
+    "disable_health_check",  # an option that the gateway was recorded with
+)
+"""Places whose content depends on more than the request."""
+_LOADS = ("decode_moments", "disaggregation", "memory", "queues", "total_prefill_busy_us", "total_prefill_uncached_tokens")
+MISSING: Mapping[str, tuple[str, ...]] = {
+    "*": (),
+    "/model_info": ("embedding",),
+    "/get_model_info": ("embedding",),
+    "/v1/loads": _LOADS,
+}
+"""Keys by path that the face leaves out: deployments that the fake does not stand for."""
+EXTRA: Mapping[str, tuple[str, ...]] = {}
+"""Keys by path that it has beyond, or of another kind."""
