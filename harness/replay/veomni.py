@@ -3,11 +3,15 @@
 VeOmni's own models call the controller in each router with its scores and its choice, and execute what it returns; so does this one.
 One process, a packed sequence of one sample to a microbatch, activations recomputed layer by layer where a step asks for it. The order of
 calls is that of ``VeOmniEngineWithLMHead`` (verl 0.9.1, workers/engine/veomni/transformer_impl.py).
+
+`python -m rollproof.replay.veomni FILE` judges it and keeps the verdicts in a file (``verdict_table``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +20,13 @@ from rollproof.contract import Contract
 from rollproof.records import FloatArray, IntArray, Rollout
 from rollproof.replay.contract import trainer_contract
 from rollproof.replay.events import Action, Outcome, Step
+from rollproof.replay.judging import judge_replay
 from rollproof.replay.megatron.plain import Whole, reference_losses
 from rollproof.replay.megatron.setups import Setup
 from rollproof.replay.megatron.weights import gate_name
 from rollproof.replay.spy import Spy, UnsupportedStep, direction, sketch
 from rollproof.replay.terms import Recompute
+from rollproof.replay.verdict_table import judge_into, told_row
 
 __all__ = ["VeOmniTrainer"]
 
@@ -148,3 +154,13 @@ class _Hooked(Whole):
         executed = self.controller.on_router_forward(self.routers[layer], scores, chosen)
         self.spy.routed(layer, executed.numpy(), tokens=self.tokens)
         return executed
+
+
+def _row(name: str) -> dict[str, Any]:
+    report = judge_replay(VeOmniTrainer, name=name)
+    model = f"{_SETUP.router} routers in layers {', '.join(map(str, _SETUP.moe_layers))} of {_SETUP.num_layers}, packed"
+    return told_row(report, packages=("verl", "torch"), code="verl", parallel="", model=model, mode="R3")
+
+
+if __name__ == "__main__":
+    judge_into(Path(sys.argv[1]), ["verl-veomni"], _row)
