@@ -44,7 +44,8 @@ _FLAVOURS: Mapping[str, tuple[tuple[str, str], ...]] = {
 
 _SURROUNDINGS: Mapping[str, Mapping[str, str]] = {
     # FlashInfer is one more package that not every host has, and whose samplers are not what is judged here
-    "vllm": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"},
+    # of several GPUs, plain NCCL: symmetric memory with multicast is not everyone's to use
+    "vllm": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"},
     "sglang": {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"},
 }
 _IEEE = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}

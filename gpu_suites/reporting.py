@@ -52,6 +52,7 @@ class RunReport:
     def note(self, text: str) -> None:
         """What could not be run and why, or what a reader must know."""
         self._notes.append(text)
+        self._written()
 
     def ours(self, seconds: float) -> None:
         """Seconds that were spent in rollproof's own code, not in engines, trainers or models."""

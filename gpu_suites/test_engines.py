@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollproof.checks import Verdict
+from rollproof.engines.asks import EngineSettings
 from rollproof.engines.conformance import judged, run_experiments
-from rollproof.gpu_suites.engines import VARIANTS, expected_of, gpu_target, on_gpu
+from rollproof.fakes.tiny_models import make_checkpoint
+from rollproof.gpu_suites.engines import VARIANTS, expected_of, gap_engine, gpu_target, on_gpu
 from rollproof.gpu_suites.load import judge_load
 from rollproof.gpu_suites.needs import installed
 from rollproof.gpu_suites.reporting import RunReport
+from rollproof.gpu_suites.rollouts import Sample, prompts_of, sample
 from rollproof.report import Report
 
 ENGINES = [
@@ -70,3 +76,35 @@ def test_load(engine: str, tmp_path: Path, rollproof_run: RunReport) -> None:
     raise_for(report)
     assert report.exercised["aborts mid-decode"] > 20
     assert report.exercised["resumes across a weight version"] > 20
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.gpus(2)), pytest.param(4, marks=pytest.mark.gpus(4))])
+@pytest.mark.engine("vllm", ">=0.22")
+def test_tensor_parallel_routes(size: int, tmp_path: Path, rollproof_run: RunReport) -> None:
+    """With the model divided over GPUs, vLLM returns the rows of one GPU for the same tokens, in float32, and as many as its contract says."""
+    path = make_checkpoint(tmp_path / "A", "qwen3_moe", head_dim=64, num_key_value_heads=4, num_attention_heads=8)
+    prompts = prompts_of(48, vocab=512, longest=120)
+    settings = EngineSettings(model=path, max_length=256, max_batch=48, prefill_chunk=256)
+    parallel = {"tensor_parallel_size": size, "disable_custom_all_reduce": True}
+    with on_gpu("vllm", "float32"):
+        one, many = (asyncio.run(_sampled(replace(settings, extra=extra), prompts)) for extra in ({}, parallel))
+    rows = equal = 0
+    for alone, divided in zip(one, many, strict=True):
+        for each in (alone, divided):
+            assert len(each.segments[0].routes) == len(each.ids) - 1
+        same = next((i for i, (a, b) in enumerate(zip(alone.ids, divided.ids, strict=True)) if a != b), len(alone.ids) - 1)
+        left, right = (np.sort(each.segments[0].routes[:same].astype(int)) for each in (alone, divided))
+        rows += left.shape[0] * left.shape[1]
+        equal += int((left == right).all(-1).sum())
+    rollproof_run.note(f"vllm on {size} GPUs (tensor parallel, float32): {equal:,} of {rows:,} rows and layers equal those of one GPU")
+    assert rows > 5_000
+    assert equal >= rows * 0.9995  # near-ties between experts: sums in another order may flip a few
+
+
+async def _sampled(settings: EngineSettings, prompts: list[tuple[int, ...]]) -> list[Sample]:
+    engine = gap_engine("vllm", settings)
+    try:
+        await engine.start()
+        return await sample(engine, prompts, tokens=24)
+    finally:
+        await engine.stop()

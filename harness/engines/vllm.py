@@ -184,7 +184,12 @@ def engine_options(settings: EngineSettings) -> dict[str, Any]:
         **blocks,
         **{name: value for name, value in settings.extra.items() if name not in _OURS},
     }
-    return {"engine": engine, "cpu": {}, "cuda": {"gpu_memory_utilization": 0.3}, "offline": bool(settings.extra.get("offline"))}
+    return {
+        "engine": engine,
+        "cpu": {},
+        "cuda": {"gpu_memory_utilization": settings.extra.get("gpu_memory_utilization", 0.3)},
+        "offline": bool(settings.extra.get("offline")),
+    }
 
 
 def offline(flavour: Flavour) -> Flavour:
