@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from rollproof.cli.output import Meter, Output
 from rollproof.errors import UsageError
 from rollproof.progress import Progress
 from rollproof.report import ExitCode
-
-if TYPE_CHECKING:
-    from rollproof.gap.pairs import TokenPairs
 
 __all__ = ["gap"]
 
@@ -29,7 +26,32 @@ def gap(
     trainer: Annotated[
         str | None,
         typer.Option(
-            "--trainer", metavar="SPEC", help="The trainer's logprobs for --rollout: a Parquet file, or score:SCORER in the trace."
+            "--trainer",
+            metavar="SPEC",
+            help="The trainer's logprobs for --rollout: a Parquet file; score:SCORER in the trace; hf:PATH, a checkpoint that scores them"
+            " (hf:PATH/{version} or hf:VERSION=PATH,... for several versions); or module:factory.",
+        ),
+    ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Score with the rollout's routes replayed, and compare with the trainer's own.")
+    ] = False,
+    every_version: Annotated[
+        bool, typer.Option("--every-version", help="Score every rollout under every version: tells whether tags name the sampler.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="NAME", help="With hf:PATH: float32, bfloat16 ...; default: the checkpoint's.")
+    ] = "auto",
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", metavar="T", min=1e-6, help="With hf:PATH: the temperature that the rollouts were sampled with."),
+    ] = 1.0,
+    localise: Annotated[
+        str | None,
+        typer.Option(
+            "--localise",
+            metavar="SPEC",
+            help="With hf:PATH: a second forward of the same tokens, hf:PATH or module:factory; names the"
+            " first module where the two part by more than rounding.",
         ),
     ] = None,
     limits: Annotated[
@@ -59,8 +81,10 @@ def gap(
     The file has the columns sequence_id, rollout_logprob, trainer_logprob and mask; version, position, rollout_routes and
     others where they are at hand (docs/gap.md).
     """
+    from rollproof.cli.gap_sides import Sides, localised
     from rollproof.gap.comparison import compare
     from rollproof.gap.limits import GapVerdict, limits_named
+    from rollproof.gap.localisation_lines import localisation_lines
     from rollproof.gap.measuring import measure_pairs
     from rollproof.gap.page import check_report_target, write_plots, write_report
     from rollproof.gap.report import comparison_lines, gap_lines
@@ -71,47 +95,43 @@ def gap(
     controls = {name: Path(file) for name, file in (_named(text, "--control", "shifted=shifted.parquet") for text in control or ())}
     if controls and against is None:
         raise UsageError("--control compares wrong routes with no replay: say with --against which file holds the scores without replay.")
+    if replay and against is not None:
+        raise UsageError("--replay compares with the trainer's own routing: leave --against out.")
+    sides = Sides.of(
+        records, rollout, trainer, renamed=renamed, replay=replay, every_version=every_version, dtype=dtype, temperature=temperature
+    )
+    if localise is not None:
+        sides.require_model("--localise")
     check_report_target(page, plots)
     output = Output(json_target)
     with Meter() as meter:
-        meter(Progress(done=0, total=3, what=f"reading {records or rollout}"))
-        pairs, subject = _pairs(records, rollout, trainer, renamed)
+        meter(Progress(done=0, total=4, what=f"reading {records or rollout}"))
+        pairs = sides.pairs()
         others = {name: read_pairs(file, renamed=renamed) for name, file in controls.items()}
-        base = None if against is None else read_pairs(against, renamed=renamed)
-        meter(Progress(done=1, total=3, what=f"measuring {pairs.n_tokens:,} tokens"))
-        report = measure_pairs(pairs, limits=chosen, subject=subject, resamples=resamples, seed=seed)
-        comparison = None if base is None else compare(pairs, base, controls=others, name=str(against), resamples=resamples, seed=seed)
-        meter(Progress(done=2, total=3, what="drawing"))
+        base = sides.native() if replay else None if against is None else read_pairs(against, renamed=renamed)
+        meter(Progress(done=1, total=4, what=f"measuring {pairs.n_tokens:,} tokens"))
+        report = sides.noted(measure_pairs(pairs, limits=chosen, subject=sides.name, resamples=resamples, seed=seed))
+        name = "no replay" if replay else str(against)
+        comparison = None if base is None else compare(pairs, base, controls=others, name=name, resamples=resamples, seed=seed)
+        meter(Progress(done=2, total=4, what="localising" if localise else "drawing"))
+        found = None if localise is None else localised(sides, localise)
+        meter(Progress(done=3, total=4, what="drawing"))
         if page is not None:
-            write_report(report, page, comparison=comparison)
+            write_report(report, page, comparison=comparison, localisation=found)
         if plots is not None:
-            write_plots(report, plots, comparison=comparison)
+            write_plots(report, plots, comparison=comparison, localisation=found)
     output.lines(gap_lines(report))
     if comparison is not None:
         output.lines(comparison_lines(comparison))
-    output.json(report.to_dict() | ({} if comparison is None else {"comparison": comparison.to_dict()}))
+    if found is not None:
+        output.lines(localisation_lines(found))
+    more = {} if comparison is None else {"comparison": comparison.to_dict()}
+    output.json(report.to_dict() | more | ({} if found is None else {"localisation": found.to_dict()}))
     verdicts = {report.verdict} | ({comparison.verdict} if comparison is not None else set())
+    if found is not None and found.found is not None:
+        verdicts.add(GapVerdict.FAIL)
     codes = {GapVerdict.FAIL: ExitCode.FAIL, GapVerdict.INCONCLUSIVE: ExitCode.UNKNOWN, GapVerdict.PASS: ExitCode.PASS}
     return output.ended(next(code for verdict, code in codes.items() if verdict in verdicts))
-
-
-def _pairs(records: Path | None, rollout: Path | None, trainer: str | None, renamed: dict[str, str]) -> tuple[TokenPairs, str]:
-    """The pairs, and what they are called in the report."""
-    from rollproof.gap.joining import join_trace
-    from rollproof.gap.table import read_pairs
-
-    if (records is None) == (rollout is None):
-        raise UsageError("Give either RECORDS, a file with both columns of logprobs, or --rollout TRACE with --trainer SPEC.")
-    if rollout is None:
-        if trainer is not None:
-            raise UsageError("--trainer goes with --rollout TRACE: RECORDS holds the trainer's logprobs itself.")
-        assert records is not None
-        return read_pairs(records, renamed=renamed), str(records)
-    if trainer is None:
-        raise UsageError(
-            "--rollout needs --trainer SPEC: a Parquet file with the trainer's logprobs, or score:SCORER for those in the trace."
-        )
-    return join_trace(rollout, trainer, renamed=renamed), f"{rollout} against {trainer}"
 
 
 def _named(text: str, flag: str, example: str) -> tuple[str, str]:

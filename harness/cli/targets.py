@@ -18,7 +18,7 @@ from rollproof.subjects import SubjectFactory
 from rollproof.telling import told
 from rollproof.topics import ROLLOUTS, TOPICS, topic_of
 
-__all__ = ["Target", "engine_target", "references", "stack_targets", "subject_target", "target_of_recipe"]
+__all__ = ["Target", "engine_target", "named_factory", "references", "stack_targets", "subject_target", "target_of_recipe"]
 
 
 _THINNED = 25
@@ -108,6 +108,15 @@ def subject_target(spec: str, about: str | None = None, option: str = "--subject
 
     ``about`` is the kind of subject; where it is ``None``, the class says it.
     """
+    found = named_factory(spec, option)
+    path = spec.partition(":")[2]
+    recipe = {"subject": spec, **({} if about is None else {"about": about})}
+    kind = about or topic_of(found)
+    return _with_wishes(name=path, factory=found, recipe=recipe, about=kind)
+
+
+def named_factory(spec: str, option: str) -> Any:
+    """What ``module:factory`` names. Raises ``UsageError`` saying which half does not exist, or that it cannot be called."""
     module_name, colon, path = spec.partition(":")
     if not colon or not module_name or not path:
         raise UsageError(f"{option} {spec!r} must be written module:factory, such as my_stack.subjects:MySubject.")
@@ -125,9 +134,7 @@ def subject_target(spec: str, about: str | None = None, option: str = "--subject
         raise UsageError(
             f"{spec} is a {type(found).__name__}, not a factory: name the subject's class, or a function that makes a fresh one."
         )
-    recipe = {"subject": spec, **({} if about is None else {"about": about})}
-    kind = about or topic_of(found)
-    return _with_wishes(name=path, factory=found, recipe=recipe, about=kind)
+    return found
 
 
 def engine_target(name: str, model: str | None) -> Target:

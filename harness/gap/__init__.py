@@ -1,14 +1,36 @@
 """Gap: how far the trainer's logprobs of a rollout are from those of the engine that sampled it.
 
 ``measure(rollout_logprob, trainer_logprob, sequence_id=..., mask=...)`` gives the whole panel with intervals over sequences, a
-verdict against limits that quote their source, and what kind of cause the pattern points to.
+verdict against limits that quote their source, and what kind of cause the pattern points to. ``measure_rollouts(rollouts, trainer)``
+scores them first, each token under the weights that sampled it; ``localise(first, second, input_ids)`` names the module where two
+models part.
 """
 
 from __future__ import annotations
 
 from rollproof.gap.limits import GapVerdict, Limit, Limits, limits_named
+from rollproof.gap.localisation import Localisation
+from rollproof.gap.localising import localise
 from rollproof.gap.measuring import measure, measure_pairs
 from rollproof.gap.pairs import COLUMNS, TokenPairs
 from rollproof.gap.report import GapReport, gap_lines
+from rollproof.gap.trainers import GapTrainer, Scored, measure_rollouts, score_rollouts
 
-__all__ = ["COLUMNS", "GapReport", "GapVerdict", "Limit", "Limits", "TokenPairs", "gap_lines", "limits_named", "measure", "measure_pairs"]
+__all__ = [
+    "COLUMNS",
+    "GapReport",
+    "GapTrainer",
+    "GapVerdict",
+    "Limit",
+    "Limits",
+    "Localisation",
+    "Scored",
+    "TokenPairs",
+    "gap_lines",
+    "limits_named",
+    "localise",
+    "measure",
+    "measure_pairs",
+    "measure_rollouts",
+    "score_rollouts",
+]

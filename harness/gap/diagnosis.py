@@ -37,6 +37,8 @@ _ALWAYS_WRONG = frozenset(
     }
 )
 """Others are wrong or meant: whoever samples with top-p or scores older tokens under newer weights may know it."""
+_ROUNDING = 1e-5
+"""What float32 does to a logprob, in nats: a mean |d| below it has no cause that is worth a name, wherever it is larger."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,6 +262,8 @@ def _boundary(scene: _Scene) -> Cause | None:
     if inside is None or not near:
         return None
     worst = max(near, key=lambda bucket: bucket.abs_diff.value)
+    if worst.abs_diff.value < _ROUNDING:
+        return None
     ratio = worst.abs_diff.value / inside.abs_diff.value if inside.abs_diff.value > 0 else math.inf
     if not (ratio > 2 and worst.abs_diff.low > inside.abs_diff.high):
         return None
@@ -284,7 +288,7 @@ def _replica(scene: _Scene) -> Cause | None:
     typical = {name: float(np.median(means[replica == name])) for name in names}
     worst = max(typical, key=lambda name: typical[name])
     own, others = means[replica == worst], means[replica != worst]
-    if len(names) < 2 or min(len(own), len(others)) < 5:
+    if len(names) < 2 or min(len(own), len(others)) < 5 or typical[worst] < _ROUNDING:
         return None
     # ranks, not means: one heavy token must not accuse a replica
     chance = float(stats.mannwhitneyu(own, others, alternative="greater").pvalue) * len(names)
@@ -305,6 +309,8 @@ def _lag(scene: _Scene) -> Cause | None:
     if len(row) < 2:
         return None
     fresh, oldest = row[0], row[-1]
+    if oldest.abs_diff.value < _ROUNDING:
+        return None
     means = [bucket.abs_diff.value for bucket in row]
     rising = np.corrcoef(np.arange(len(row)), means)[0, 1] if np.ptp(means) > 0 else 0.0
     if not (oldest.abs_diff.low > fresh.abs_diff.high and rising > 0.7):

@@ -22,13 +22,13 @@ from rollproof.records import Rollout, Version, spread
 from rollproof.store import open_trace
 from rollproof.trace import Call, Event, Reply, Result, Score
 
-__all__ = ["join_trace"]
+__all__ = ["Sample", "join_trace", "rollout_columns", "samples_of"]
 
 _SCORES = "score:"
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class _Sample:
+class Sample:
     """A rollout with what the trace says of it: the tokens of each delivered reply, and scores by version."""
 
     rollout: Rollout
@@ -65,7 +65,7 @@ def join_trace(trace: Path, trainer: str, *, renamed: Mapping[str, str] | None =
     what the other has, ``TraceError`` where the trace cannot be read.
     """
     scorer = trainer.removeprefix(_SCORES) if trainer.startswith(_SCORES) else None
-    samples = _samples(trace, scorer)
+    samples = samples_of(trace, scorer)
     if not samples:
         raise GapError(f"{trace} holds no finished rollout: there is nothing to compare.")
     mute = [name for name, sample in samples.items() if sample.rollout.logprobs is None]
@@ -73,19 +73,20 @@ def join_trace(trace: Path, trainer: str, *, renamed: Mapping[str, str] | None =
         raise GapError(
             f"{len(mute):,} of {len(samples):,} rollouts in {trace} have no logprobs (the first: {mute[0]}): record them with logprobs."
         )
-    columns = _rollout_columns(samples)
+    columns = rollout_columns(samples)
     side = _scored(samples, trainer) if scorer is not None else _read(samples, Path(trainer), dict(renamed or {}))
     return TokenPairs.of(**columns, **side)
 
 
-def _samples(trace: Path, scorer: str | None) -> dict[str, _Sample]:
+def samples_of(trace: Path, scorer: str | None) -> dict[str, Sample]:
+    """The finished rollouts of a trace by their names (``EPISODE:ID`` where it holds several), with the scores of ``scorer``."""
     episodes = [_episode(events, scorer) for _, events in open_trace(trace).episodes()]
     if len(episodes) == 1:
         return episodes[0]
     return {f"{number}:{name}": sample for number, episode in enumerate(episodes) for name, sample in episode.items()}
 
 
-def _episode(events: Iterable[Event], scorer: str | None) -> dict[str, _Sample]:
+def _episode(events: Iterable[Event], scorer: str | None) -> dict[str, Sample]:
     owner: dict[int, str] = {}
     pieces: dict[str, list[tuple[int, ...]]] = {}
     scores: dict[str, dict[Version, FloatArray]] = {}
@@ -99,10 +100,11 @@ def _episode(events: Iterable[Event], scorer: str | None) -> dict[str, _Sample]:
             rollouts[event.request_id] = event.rollout
         elif isinstance(event, Score) and event.scorer == scorer:
             scores.setdefault(event.request_id, {})[event.version] = np.asarray(event.logprobs, dtype=np.float64)
-    return {name: _Sample(rollout=rollout, pieces=pieces.get(name, []), scores=scores.get(name, {})) for name, rollout in rollouts.items()}
+    return {name: Sample(rollout=rollout, pieces=pieces.get(name, []), scores=scores.get(name, {})) for name, rollout in rollouts.items()}
 
 
-def _rollout_columns(samples: Mapping[str, _Sample]) -> dict[str, Any]:
+def rollout_columns(samples: Mapping[str, Sample]) -> dict[str, Any]:
+    """The columns of ``TokenPairs`` that the rollouts tell themselves. Raises ``GapError`` where logprobs and tokens differ in number."""
     own = [sample.rollout for sample in samples.values()]
     _lengths(
         {
@@ -127,7 +129,7 @@ def _rollout_columns(samples: Mapping[str, _Sample]) -> dict[str, Any]:
     return out
 
 
-def _scored(samples: Mapping[str, _Sample], trainer: str) -> dict[str, Any]:
+def _scored(samples: Mapping[str, Sample], trainer: str) -> dict[str, Any]:
     """The trainer's columns out of ``Score`` events."""
     bare = [name for name, sample in samples.items() if not sample.scores]
     if bare:
@@ -148,7 +150,7 @@ def _scored(samples: Mapping[str, _Sample], trainer: str) -> dict[str, Any]:
     return out
 
 
-def _own_score(name: str, sample: _Sample) -> FloatArray:
+def _own_score(name: str, sample: Sample) -> FloatArray:
     """Each token's score under its own version; the only score that there is, whatever its version."""
     if len(sample.scores) == 1:
         return next(iter(sample.scores.values()))
@@ -160,7 +162,7 @@ def _own_score(name: str, sample: _Sample) -> FloatArray:
     return np.array([sample.scores[version][i] for i, version in enumerate(versions)], dtype=np.float64)
 
 
-def _read(samples: Mapping[str, _Sample], path: Path, renamed: dict[str, str]) -> dict[str, Any]:
+def _read(samples: Mapping[str, Sample], path: Path, renamed: dict[str, str]) -> dict[str, Any]:
     """The trainer's columns out of a Parquet file, in the order of the samples."""
     values, _ = read_columns(path, required=("sequence_id", "trainer_logprob"), renamed=renamed)
     ids = np.asarray(values["sequence_id"]).astype(str)

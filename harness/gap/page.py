@@ -23,6 +23,7 @@ from rollproof.gap.report import rounded
 
 if TYPE_CHECKING:
     from rollproof.gap.comparison import Comparison
+    from rollproof.gap.localisation import Localisation
     from rollproof.gap.plots import Plot
     from rollproof.gap.report import GapReport
 
@@ -68,16 +69,20 @@ def check_report_target(report: Path | None, plots: Path | None) -> None:
         check_folder(plots)
 
 
-def write_report(report: GapReport, path: Path | str, *, comparison: Comparison | None = None) -> None:
+def write_report(
+    report: GapReport, path: Path | str, *, comparison: Comparison | None = None, localisation: Localisation | None = None
+) -> None:
     """Write the report to ``path`` as one HTML file below 5 MB that opens from disk, in light and dark, on a phone too.
 
     Raises ``ExtraError`` without the extra ``report``, ``UsageError`` where ``path`` cannot be written to.
     """
     check_report_target(Path(path), None)
-    write_atomically(Path(path), page_text(report, comparison=comparison))
+    write_atomically(Path(path), page_text(report, comparison=comparison, localisation=localisation))
 
 
-def write_plots(report: GapReport, folder: Path | str, *, comparison: Comparison | None = None) -> list[Path]:
+def write_plots(
+    report: GapReport, folder: Path | str, *, comparison: Comparison | None = None, localisation: Localisation | None = None
+) -> list[Path]:
     """Write each plot into ``folder`` as PNG and as SVG, on white; returns the files. Raises as ``write_report`` does."""
     from rollproof.gap.plots import draw_plots, style
 
@@ -85,7 +90,7 @@ def write_plots(report: GapReport, folder: Path | str, *, comparison: Comparison
     check_report_target(None, folder)
     folder.mkdir(parents=True, exist_ok=True)
     out = []
-    for plot in draw_plots(report, comparison):
+    for plot in draw_plots(report, comparison, localisation):
         for kind in ("png", "svg"):
             path = folder / f"{plot.name}.{kind}"
             with style(salt=plot.name):
@@ -94,14 +99,15 @@ def write_plots(report: GapReport, folder: Path | str, *, comparison: Comparison
     return out
 
 
-def page_text(report: GapReport, *, comparison: Comparison | None = None) -> str:
+def page_text(report: GapReport, *, comparison: Comparison | None = None, localisation: Localisation | None = None) -> str:
     """The HTML of ``write_report``."""
     from jinja2 import Environment, StrictUndefined
 
     from rollproof.gap.plots import COLOURS, draw_plots
 
     plots = [
-        {"name": plot.name, "title": plot.title, "about": plot.about, "svg": _svg(plot, COLOURS)} for plot in draw_plots(report, comparison)
+        {"name": plot.name, "title": plot.title, "about": plot.about, "svg": _svg(plot, COLOURS)}
+        for plot in draw_plots(report, comparison, localisation)
     ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": _number, "interval": _interval}
@@ -118,6 +124,7 @@ def page_text(report: GapReport, *, comparison: Comparison | None = None) -> str
         buckets=report.buckets,
         aliases=aliased(report),
         comparison=comparison,
+        localisation=localisation,
     )
     if len(text.encode()) > _MOST_BYTES:
         raise AssertionError(f"the page has {len(text.encode()):,} bytes, beyond the {_MOST_BYTES:,} that it promises")
@@ -161,6 +168,7 @@ def _missing(there: set[str]) -> list[str]:
         "by-replica": "the comparison of replicas needs replica (several)",
         "by-part": "parts of a sequence need part (several)",
         "comparison": "replay on and off needs a second file of the same rollout (--against)",
+        "growth": "the place where two forwards part needs a model that can be run (--localise)",
         "scatter": "every plot needs finite logprobs",
     }
     return [text for name, text in needs.items() if name not in there]

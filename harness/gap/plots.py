@@ -8,64 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch, Rectangle
 from matplotlib.path import Path as Outline
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from rollproof.gap.buckets import Bucket
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import Limit, Side
+from rollproof.gap.localisation_plots import draw_localisation
 from rollproof.gap.pictures import LARGE, density, layer_map, tail, timelines
+from rollproof.gap.plot_parts import BLUE, COLOURS, CYCLE, INK, MUTED, RED, WIDTH, Axes, Plot, log_scale, new_figure, style
 
 if TYPE_CHECKING:
     from rollproof.gap.comparison import Comparison
+    from rollproof.gap.localisation import Localisation
     from rollproof.gap.report import GapReport
 
 __all__ = ["COLOURS", "Plot", "draw_plots", "style"]
 
-COLOURS: Mapping[str, str] = {
-    "ink": "#1b1b1c",
-    "muted": "#66676b",
-    "grid": "#d9dadd",
-    "blue": "#0072b2",
-    "vermilion": "#d55e00",
-    "green": "#009e73",
-    "orange": "#e69f00",
-    "sky": "#56b4e9",
-    "purple": "#cc79a7",
-}
-"""Names and light colours; the page puts its variables of these names in their place."""
-_INK, _MUTED, _GRID, _BLUE, _RED = (COLOURS[name] for name in ("ink", "muted", "grid", "blue", "vermilion"))
-_CYCLE = ("blue", "orange", "green", "purple", "sky", "vermilion")
-_WIDTH = 4.4
-"""Inches. A phone shows such a figure at about its own size, so that its text stays readable."""
-_STYLE: Mapping[str, Any] = {
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # names come from the user's file: a dollar sign is no formula
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 9,
-    "axes.titlecolor": _INK,
-    "axes.unicode_minus": False,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
-    "text.color": _INK,
-    "grid.color": _GRID,
-    "figure.constrained_layout.use": True,
-}
 _LAYERS = 96
 """Rows of the heat map; a deeper model's layers share them."""
 _SHADES = 6
@@ -82,26 +46,9 @@ _NAMES: Mapping[str, str] = {
     "rollout_logprob_decile": "rollout logprob, in nats",
 }
 """What a row of buckets is by."""
-_Axes: TypeAlias = Any
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Plot:
-    """A ``figure`` (of matplotlib) with its file name, title and what to see in it."""
-
-    name: str
-    title: str
-    about: str
-    figure: Any
-
-
-def style(*, salt: str = "rollproof") -> AbstractContextManager[None]:
-    """The style that plots are drawn and saved in; ``salt`` makes the ids in an SVG its own, and the same each time."""
-    settings: Any = {**_STYLE, "svg.hashsalt": salt}
-    return rc_context(settings)
-
-
-def draw_plots(report: GapReport, comparison: Comparison | None = None) -> Iterator[Plot]:
+def draw_plots(report: GapReport, comparison: Comparison | None = None, localisation: Localisation | None = None) -> Iterator[Plot]:
     """Every plot that the report's data allow, in the order of the page."""
     with style():
         for maker in _MAKERS:
@@ -112,6 +59,8 @@ def draw_plots(report: GapReport, comparison: Comparison | None = None) -> Itera
             yield _drift(row, buckets)
         if comparison is not None:
             yield _effects(comparison)
+        if localisation is not None:
+            yield from draw_localisation(localisation)
 
 
 def _limits(report: GapReport) -> Plot | None:
@@ -119,18 +68,18 @@ def _limits(report: GapReport) -> Plot | None:
     rows = [row for row in rows if row[2].fail > 0 and math.isfinite(row[1].value)]
     if not rows:
         return None
-    figure, axes = _figure(0.9 + 0.27 * len(rows))
+    figure, axes = new_figure(0.9 + 0.27 * len(rows))
     floor = 1e-3
     for place, (name, interval, limit) in enumerate(rows):
         value, low, high = (max(end, floor) for end in _against_limit(interval, limit))
-        colour = {"pass": COLOURS["green"], "fail": _RED}.get(str(report.verdicts[name]), COLOURS["orange"])
+        colour = {"pass": COLOURS["green"], "fail": RED}.get(str(report.verdicts[name]), COLOURS["orange"])
         axes.plot([low, high], [place, place], color=colour, lw=2.2, solid_capstyle="butt")
         axes.plot(value, place, {"pass": "o", "fail": "X"}.get(str(report.verdicts[name]), "D"), color=colour, ms=6)
         target = _badness(limit.target, limit)
         if target > 0:
-            axes.plot(max(target / _badness(limit.fail, limit), floor), place, "|", color=_MUTED, ms=9, mew=1.2)
-    axes.axvline(1.0, color=_INK, lw=1)
-    _log_scale(axes, "x")
+            axes.plot(max(target / _badness(limit.fail, limit), floor), place, "|", color=MUTED, ms=9, mew=1.2)
+    axes.axvline(1.0, color=INK, lw=1)
+    log_scale(axes, "x")
     axes.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("distance from equality / limit")
@@ -165,12 +114,12 @@ def _scatter(report: GapReport) -> Plot | None:
     found = density(report.pairs)
     if found is None:
         return None
-    figure, axes = _figure(3.2)
+    figure, axes = new_figure(3.2)
     shades = _shaded(axes, found.edges, found.edges, found.counts.astype(float), log=True)
     low = float(found.edges[0])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5))
-    axes.plot([low, 0], [low, 0], color=_RED, lw=1, ls=(0, (4, 3)))
+    axes.plot([low, 0], [low, 0], color=RED, lw=1, ls=(0, (4, 3)))
     axes.set(xlim=(low, 0), ylim=(low, 0), xlabel="rollout logprob (nats)", ylabel="trainer logprob (nats)")
     _legend(axes, shades, "tokens")
     cut = f" Tokens below {low:.0f} nats ({found.cut:,}) are counted in the outermost cells." if found.cut else ""
@@ -187,24 +136,24 @@ def _tail(report: GapReport) -> Plot | None:
     found = tail(report.pairs)
     if found is None:
         return None
-    figure, axes = _figure(3.3)
-    axes.plot(found.size, found.share, color=_BLUE, lw=1.8, drawstyle="steps-post")
+    figure, axes = new_figure(3.3)
+    axes.plot(found.size, found.share, color=BLUE, lw=1.8, drawstyle="steps-post")
     axes.set(xlabel="|d| (nats)", ylabel="share of tokens beyond")
     least, most = max(float(found.size[-1]) * 1e-6, float(found.size[0])), float(found.size[-1]) * 3
     axes.set_xlim(least, most)
     axes.set_ylim(float(found.share.min()) / 2, 1.3)
-    _log_scale(axes, "x")
-    _log_scale(axes, "y")
+    log_scale(axes, "x")
+    log_scale(axes, "y")
     for name, label, place in (("abs_diff_p50", "p50", 0.5), ("abs_diff_p99", "p99", 0.01), ("abs_diff_p999", "p99.9", 0.001)):
         value = report.panel.metrics[name].value
         if value > least:
-            axes.plot(value, place, "o", color=_RED, ms=5)
+            axes.plot(value, place, "o", color=RED, ms=5)
             axes.annotate(label, (value, place), xytext=(6, 3), textcoords="offset points")
     for tau in _TAUS:
         if least < math.log(tau) < most:
-            axes.axvline(math.log(tau), color=_MUTED, lw=0.8, ls=":")
+            axes.axvline(math.log(tau), color=MUTED, lw=0.8, ls=":")
             side = (-3, "right") if tau == _TAUS[0] else (3, "left")
-            axes.annotate(f"F({tau})", (math.log(tau), 1.0), xytext=(side[0], -9), ha=side[1], textcoords="offset points", color=_MUTED)
+            axes.annotate(f"F({tau})", (math.log(tau), 1.0), xytext=(side[0], -9), ha=side[1], textcoords="offset points", color=MUTED)
     axes.grid()
     zero = f" {found.zero:.1%} of the tokens have equal logprobs." if found.zero else ""
     return Plot(
@@ -222,7 +171,7 @@ def _layers(report: GapReport) -> Plot | None:
         return None
     mismatch = found.mismatch
     layers, columns = mismatch.shape
-    figure, axes = _figure(min(1.5 + 0.24 * layers, 5.5))
+    figure, axes = new_figure(min(1.5 + 0.24 * layers, 5.5))
     if layers > _LAYERS:
         cuts = np.array_split(np.arange(layers), _LAYERS)
         mismatch = np.stack([np.nanmean(mismatch[rows], axis=0) for rows in cuts])
@@ -245,20 +194,20 @@ def _timelines(report: GapReport) -> Plot | None:
     rows = timelines(report.pairs)
     if not rows:
         return None
-    figure, axes = _figure(1.1 + 0.42 * len(rows))
+    figure, axes = new_figure(1.1 + 0.42 * len(rows))
     versions = list(dict.fromkeys(sorted((run.version for row in rows for run in row.runs), key=_version_order)))
     end = max(run.last for row in rows for run in row.runs)
     for place, row in enumerate(rows):
         for run in row.runs:
-            colour = COLOURS[_CYCLE[versions.index(run.version) % len(_CYCLE)]] if run.version is not None else _MUTED
+            colour = COLOURS[CYCLE[versions.index(run.version) % len(CYCLE)]] if run.version is not None else MUTED
             axes.barh(place, run.last - run.first, left=run.first, height=0.42, color=colour, alpha=0.65, lw=0)
             if run.version is not None and run.last - run.first > 0.06 * end:
                 label = _cut(f"v{run.version}", 8)
                 axes.text((run.first + run.last) / 2, place, label, ha="center", va="center", fontsize=8)
         if row.worst:
-            axes.plot([at for at, _ in row.worst], [place - 0.33] * len(row.worst), "v", color=_RED, ms=3.5)
+            axes.plot([at for at, _ in row.worst], [place - 0.33] * len(row.worst), "v", color=RED, ms=3.5)
         if row.resumes:
-            axes.vlines(row.resumes, place - 0.3, place + 0.3, color=_INK, lw=1.6)
+            axes.vlines(row.resumes, place - 0.3, place + 0.3, color=INK, lw=1.6)
     axes.set_yticks(range(len(rows)), [_cut(row.sequence, 14) for row in rows])
     axes.set(xlim=(0, end), ylim=(len(rows) - 0.4, -0.7), xlabel="position (tokens)", ylabel="sequence")
     return Plot(
@@ -271,7 +220,7 @@ def _timelines(report: GapReport) -> Plot | None:
 
 
 def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
-    figure = Figure(figsize=(_WIDTH, 1.1 + 0.26 * len(buckets)))
+    figure = Figure(figsize=(WIDTH, 1.1 + 0.26 * len(buckets)))
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, label, name in ((left, "k3 (nats)", "k3"), (right, "mean |d| (nats)", "abs_diff")):
         values = [getattr(bucket, name) for bucket in buckets]
@@ -281,12 +230,12 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
         ends = [min(max(end, floor), top) for interval in values for end in (interval.low, interval.high) if math.isfinite(end)]
         for place, interval in enumerate(values):
             if math.isfinite(interval.low) and math.isfinite(interval.high):
-                axes.plot([interval.low, interval.high], [place, place], color=_BLUE, lw=2, solid_capstyle="butt")
+                axes.plot([interval.low, interval.high], [place, place], color=BLUE, lw=2, solid_capstyle="butt")
             if math.isfinite(interval.value):
-                axes.plot(max(interval.value, floor), place, "o", color=_BLUE, ms=4.5)
+                axes.plot(max(interval.value, floor), place, "o", color=BLUE, ms=4.5)
         if ends and max(ends) > 8 * min(ends):
             axes.set_xlim(min(ends) / 1.3, max(ends) * 1.3)
-            _log_scale(axes, "x", most=3)
+            log_scale(axes, "x", most=3)
         else:
             axes.set_xlim(left=0.0)
             axes.locator_params(axis="x", nbins=4)
@@ -305,15 +254,15 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
 def _effects(comparison: Comparison) -> Plot:
     rows = [("this", effect) for effect in comparison.effects]
     rows += [(f"control: {name}", effect) for name, row in comparison.controls.items() for effect in row]
-    figure, axes = _figure(1.1 + 0.32 * len(rows))
+    figure, axes = new_figure(1.1 + 0.32 * len(rows))
     for place, (_, effect) in enumerate(rows):
-        colour, mark = {"pass": (COLOURS["green"], "o"), "fail": (_RED, "X")}.get(str(effect.verdict), (COLOURS["orange"], "D"))
+        colour, mark = {"pass": (COLOURS["green"], "o"), "fail": (RED, "X")}.get(str(effect.verdict), (COLOURS["orange"], "D"))
         if effect.ratio.value > 0:
             axes.plot(effect.ratio.value, place, mark, color=colour, ms=6)
         if effect.ratio.low > 0:
             axes.plot([effect.ratio.low, effect.ratio.high], [place, place], color=colour, lw=2.2, solid_capstyle="butt")
-    axes.axvline(1.0, color=_INK, lw=1)
-    _log_scale(axes, "x")
+    axes.axvline(1.0, color=INK, lw=1)
+    log_scale(axes, "x")
     axes.set_yticks(range(len(rows)), [f"{_cut(name, 22)}, {effect.metric}" for name, effect in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"ratio to {_cut(comparison.against, 30)}")
@@ -329,30 +278,7 @@ def _effects(comparison: Comparison) -> Plot:
 _MAKERS: Sequence[Callable[[GapReport], Plot | None]] = (_limits, _scatter, _tail, _layers, _timelines)
 
 
-def _figure(height: float) -> tuple[Any, _Axes]:
-    figure = Figure(figsize=(_WIDTH, height))
-    return figure, figure.subplots()
-
-
-def _log_scale(axes: _Axes, which: str, *, most: int = 6) -> None:
-    """A log scale with at most ``most`` ticks in plain numbers, at 1, 2 and 5 where the axis spans less than two decades."""
-    axis = getattr(axes, f"{which}axis")
-    getattr(axes, f"set_{which}scale")("log")
-    low, high = getattr(axes, f"get_{which}lim")()
-    steps = (1, 2, 5) if high / low < 80 else (1,)
-    ticks = [
-        tick
-        for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for step in steps
-        if low <= (tick := step * 10.0**power) <= high
-    ]
-    ticks = ticks[:: -(-len(ticks) // most)] if ticks else [low, high]
-    axis.set_major_locator(FixedLocator(ticks))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
-
-
-def _shaded(axes: _Axes, across: Any, down: Any, values: Any, *, log: bool) -> list[tuple[float, float, float]]:
+def _shaded(axes: Axes, across: Any, down: Any, values: Any, *, log: bool) -> list[tuple[float, float, float]]:
     """Cells of ``values`` ``(rows, columns)`` as one outline a shade (small, and readable on any ground): ``(from, to, alpha)`` of each."""
     known = values[np.isfinite(values) & (values > 0)]
     if not len(known):
@@ -367,7 +293,7 @@ def _shaded(axes: _Axes, across: Any, down: Any, values: Any, *, log: bool) -> l
         out.append((float(ends[level]), float(ends[level + 1]), alpha))
         if len(cells):
             outline = Outline.make_compound_path(*(_cell(across, down, row, column) for row, column in cells))
-            axes.add_patch(PathPatch(outline, facecolor=_BLUE, alpha=alpha, lw=0))
+            axes.add_patch(PathPatch(outline, facecolor=BLUE, alpha=alpha, lw=0))
     return out
 
 
@@ -376,14 +302,14 @@ def _cell(across: Any, down: Any, row: int, column: int) -> Outline:
     return Outline([(left, top), (right, top), (right, bottom), (left, bottom), (left, top)], closed=True)
 
 
-def _legend(axes: _Axes, shades: Sequence[tuple[float, float, float]], title: str, *, percent: bool = False) -> None:
+def _legend(axes: Axes, shades: Sequence[tuple[float, float, float]], title: str, *, percent: bool = False) -> None:
     if not shades:
-        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=_MUTED)
+        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=MUTED)
         return
     form = ".1%" if percent else ",.0f"
     square: Any = Rectangle  # its constructor is not typed
     handles = [
-        square((0, 0), 1, 1, facecolor=_BLUE, alpha=alpha, lw=0, label=f"\N{GREATER-THAN OR EQUAL TO} {low:{form}}")
+        square((0, 0), 1, 1, facecolor=BLUE, alpha=alpha, lw=0, label=f"\N{GREATER-THAN OR EQUAL TO} {low:{form}}")
         for low, _, alpha in reversed(shades)
     ]
     # a legend of the figure, not of the axes: only for that the layout makes room

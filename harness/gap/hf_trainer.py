@@ -1,0 +1,223 @@
+"""HF trainer: scores rollouts with a causal model of HF transformers, natively or with its routes. Needs torch and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollproof.errors import GapError, UsageError
+from rollproof.gap.trainers import Scored
+from rollproof.records import Rollout, Version
+
+__all__ = ["HfTrainer"]
+
+_PLACE = "{version}"
+_MIXED = (
+    "All tokens were scored under the one checkpoint {path}, though versions {versions} sampled them: the gap holds the policy's own"
+    " change. Name one checkpoint a version (hf:VERSION=PATH,...)."
+)
+
+
+class HfTrainer:
+    """Scores under checkpoints of HF transformers, a folder for each version of the weights; one is in memory at a time.
+
+    ``paths`` maps versions (as text) to folders; one path alone is for all, and may hold ``{version}``. ``dtype`` is that of torch, by
+    name (default: the checkpoint's); ``temperature`` the one that was sampled with; ``rows`` bounds a microbatch, in tokens with padding.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[str, str] | str | Path,
+        *,
+        dtype: str = "auto",
+        temperature: float = 1.0,
+        device: str | None = None,
+        rows: int = 4096,
+    ) -> None:
+        self.paths: Mapping[str, str] | str = paths if isinstance(paths, Mapping) else str(paths)
+        self.dtype: str = dtype
+        self.temperature: float = temperature
+        self.device: str | None = device
+        self.rows: int = rows
+        self.notes: list[str] = []
+        self._loaded: tuple[str, Any] | None = None
+        self._scored: set[str] = set()
+
+    @classmethod
+    def of(cls, spec: str, **options: Any) -> HfTrainer:
+        """Of ``PATH``, ``PATH/{version}`` or ``VERSION=PATH,VERSION=PATH``."""
+        if "=" not in spec:
+            return cls(spec, **options)
+        paths = {}
+        for part in spec.split(","):
+            version, sign, path = part.partition("=")
+            if not sign or not version or not path:
+                raise UsageError(f"hf:{spec} must be hf:PATH, hf:PATH/{_PLACE} or hf:VERSION=PATH,VERSION=PATH; {part!r} is none of these.")
+            paths[version] = path
+        return cls(paths, **options)
+
+    def score(self, rollouts: Sequence[Rollout], *, version: Version, replay: bool) -> list[Scored]:
+        """See ``GapTrainer``. Raises ``GapError`` for a version without a checkpoint, and where a checkpoint cannot be read."""
+        model = self.model(version)
+        out: list[Scored | None] = [None] * len(rollouts)
+        for numbers in self._microbatches(rollouts):
+            batch = [rollouts[number] for number in numbers]
+            for number, scored in zip(numbers, self._batch(model, batch, replay), strict=True):
+                out[number] = scored
+        return [scored for scored in out if scored is not None]
+
+    def model(self, version: Version) -> Any:
+        """The model of that version, in evaluation mode."""
+        path = self._path(version)
+        if self._loaded is None or self._loaded[0] != path:
+            self._loaded = None  # the old one goes before the new one comes
+            self._loaded = path, self._load(path)
+        return self._loaded[1]
+
+    def _path(self, version: Version) -> str:
+        if isinstance(self.paths, str):
+            if _PLACE in self.paths:
+                if version is None:
+                    raise GapError(f"{self.paths} needs a version, and the rollouts do not tell which weights sampled them.")
+                return self.paths.replace(_PLACE, str(version))
+            self._scored.add(str(version))
+            if len(self._scored) > 1:
+                told = ", ".join(sorted(self._scored))
+                self.notes[:] = [_MIXED.format(path=self.paths, versions=told)]
+            return self.paths
+        if str(version) not in self.paths:
+            raise GapError(f"No checkpoint is named for version {version}; there are those of {', '.join(self.paths)}.")
+        return self.paths[str(version)]
+
+    def _load(self, path: str) -> Any:
+        try:
+            import torch
+            from transformers import AutoModelForCausalLM
+        except ImportError as error:
+            raise GapError(f"--trainer hf:PATH needs torch and transformers ({error}): pip install torch transformers.") from error
+        if self.dtype != "auto" and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise UsageError(f"dtype={self.dtype!r} is none of torch's: auto, float32, bfloat16, float16, float64.")
+        if not Path(path).is_dir():
+            raise GapError(f"{path} is no folder: name a checkpoint of HF transformers (config.json and safetensors).")
+        kind = "auto" if self.dtype == "auto" else getattr(torch, self.dtype)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise GapError(f"The checkpoint in {path} cannot be read: {error}") from error
+        if kind is torch.float64 and hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")  # grouped products of float64 do not exist
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return model.to(device).eval()
+
+    def _microbatches(self, rollouts: Sequence[Rollout]) -> Iterator[list[int]]:
+        """Numbers of rollouts, alike in length, whose padded batch has at most ``rows`` tokens (or holds one rollout)."""
+        batch: list[int] = []
+        for number in sorted(range(len(rollouts)), key=lambda i: rollouts[i].total):
+            if batch and (len(batch) + 1) * rollouts[number].total > self.rows:
+                yield batch
+                batch = []
+            batch.append(number)
+        if batch:
+            yield batch
+
+    def _batch(self, model: Any, batch: Sequence[Rollout], replay: bool) -> list[Scored]:
+        import torch
+
+        from rollproof.replay.hf import hf_record, hf_replay
+        from rollproof.replay.hf.inputs import Layout, lay_out
+
+        bare = [rollout.request_id for rollout in batch if not rollout.prompt_ids]
+        if bare:
+            raise GapError(f"Rollout {bare[0]} has no prompt: nothing predicts its first token.")
+        inputs = lay_out(batch, Layout.RIGHT)
+        call = {name: value.to(model.device) if hasattr(value, "to") else value for name, value in inputs.call.items()}
+        moe = _has_routers(model)
+
+        def rule() -> Any:
+            return hf_replay(model, inputs.routes()) if replay else hf_record(model) if moe else nullcontext()
+
+        with torch.no_grad():
+            with rule() as passed:
+                states, head = _hidden(model, call)
+            if head is None:
+                with rule() as passed:
+                    states = model(**call).logits
+        recorded = None if replay or not moe else passed
+        width = call["input_ids"].shape[1]
+        out = []
+        for line, rollout in enumerate(batch):
+            first, last = len(rollout.prompt_ids) - 1, rollout.total - 1
+            ids = torch.tensor(rollout.response_ids, device=model.device)
+            logprobs = _logprobs(states[line, first:last], head, ids, self.temperature)
+            if replay:
+                routes = None if rollout.routes is None else rollout.routes[first:last]
+            else:
+                routes = None if recorded is None else _on_axis(recorded, rollout, line * width + np.arange(first, last))
+            out.append(Scored(logprobs=logprobs.double().cpu().numpy(), routes=routes))
+        return out
+
+
+def _has_routers(model: Any) -> bool:
+    """Whether routes can be taken down; a replay says itself why it cannot be done."""
+    from rollproof.errors import RouterError
+    from rollproof.replay.hf import find_routers
+
+    try:
+        find_routers(model)
+    except RouterError:
+        return False
+    return True
+
+
+def _hidden(model: Any, call: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What the head is given ``(batch, width, hidden)``, and the head's matrix; ``None`` twice where the model makes other logits of it
+    than the product (a bias, a scale, a cap).
+    """
+    import torch
+
+    head = model.get_output_embeddings()
+    caught = []
+
+    def first_only(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Logits of all tokens are the largest thing that a forward makes, and are not needed."""
+        del module
+        caught.append(args[0])
+        return (args[0][:, :1], *args[1:])
+
+    handle = head.register_forward_pre_hook(first_only)
+    try:
+        made = model(**call).logits
+    finally:
+        handle.remove()
+    if len(caught) == 1 and caught[0].ndim == 3 and caught[0].dtype == head.weight.dtype:
+        product = caught[0][:, :1].float() @ head.weight.float().t()
+        if product.shape == made.shape and torch.allclose(product, made.float(), rtol=0.0, atol=0.02 * float(made.abs().max()) + 1e-6):
+            return caught[0], head.weight
+    return None, None
+
+
+def _logprobs(states: Any, head: Any, ids: Any, temperature: float) -> Any:
+    import torch
+
+    from rollproof.gap.scoring import score
+
+    if head is not None and states.dtype is not torch.float64:
+        return score(states, head, ids, temperature=temperature).logprob
+    logits = states if head is None else states @ head.t()
+    return torch.log_softmax(logits.double() / temperature, -1).gather(1, ids[:, None])[:, 0]
+
+
+def _on_axis(recorded: Any, rollout: Rollout, rows: Any) -> Any:
+    """The recorded rows on the rollout's own layer axis: layers without a router hold -1 where that axis counts them."""
+    routes = recorded.routes[rows].numpy()
+    if rollout.routes is None or rollout.routes.shape[1] == routes.shape[1]:
+        return routes
+    if rollout.routes.shape[1] != recorded.routers.num_layers:
+        return None
+    whole = np.full((len(routes), recorded.routers.num_layers, routes.shape[2]), -1, dtype=np.int64)
+    whole[:, list(recorded.layers)] = routes
+    return whole
