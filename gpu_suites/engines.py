@@ -25,6 +25,7 @@ from rollproof.subjects import EngineSubject
 
 __all__ = [
     "EXPECTED",
+    "KV_TOKENS",
     "NO_FLOAT32",
     "VARIANTS",
     "Variant",
@@ -60,10 +61,12 @@ _HEADS: Mapping[str, Any] = MappingProxyType({"head_dim": 64})
 """The tiny model of the CPU runs, with heads that kernels for GPUs take (SGLang's fused rotary positions refuse 32)."""
 
 _BASE: Mapping[str, Mapping[str, Scalar]] = {
-    "vllm": {"load": "reload", "attention_backend": "TRITON_ATTN", "moe_backend": "triton"},
-    "sglang": {"device": "cuda"},
+    "vllm": {"load": "reload", "attention_backend": "TRITON_ATTN", "moe_backend": "triton", "gpu_memory_utilization": 0.12},
+    "sglang": {"device": "cuda", "mem_fraction_static": 0.5},
 }
-"""What an engine is started with on every GPU, beside what the CPU runs have: weights are really loaded anew."""
+"""What an engine is started with on every GPU, beside what the CPU runs have: weights are really loaded anew, and KV_TOKENS are kept."""
+KV_TOKENS = 65536
+"""Tokens of KV where a setting does not name fewer: engines would take all memory that they are let have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +156,8 @@ def gap_engine(engine: str, settings: EngineSettings) -> EngineSubject:
     """The adapter of an engine for rollouts whose gap is measured: ``settings`` with what every run on a GPU has."""
     module, _, attribute = REAL[engine].adapter.partition(":")
     extra: dict[str, Scalar] = {**_BASE[engine], **_own(engine), **settings.extra}
-    made: EngineSubject = getattr(importlib.import_module(module), attribute)(replace(settings, extra=extra))
+    own = replace(settings, kv_tokens=settings.kv_tokens or KV_TOKENS, extra=extra)
+    made: EngineSubject = getattr(importlib.import_module(module), attribute)(own)
     return made
 
 
@@ -179,7 +183,13 @@ def gpu_target(engine: str, variant: str, folder: Path, *, model: str | Path | N
         **chosen.extra[engine],
     }
     settings: dict[Setting, EngineSettings] = {
-        setting: replace(one, dtype=chosen.dtype_of(engine), prefix_cache=chosen.prefix_cache, extra={**one.extra, **own})
+        setting: replace(
+            one,
+            dtype=chosen.dtype_of(engine),
+            prefix_cache=chosen.prefix_cache,
+            kv_tokens=one.kv_tokens or KV_TOKENS,
+            extra={**one.extra, **own},
+        )
         for setting, one in whole.settings.items()
     }
     oracle = whole.oracle if chosen.exact(engine) else (lambda _engine, _checkpoints: None)

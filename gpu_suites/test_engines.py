@@ -81,7 +81,7 @@ def test_load(engine: str, tmp_path: Path, rollproof_run: RunReport) -> None:
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.gpus(2)), pytest.param(4, marks=pytest.mark.gpus(4))])
 @pytest.mark.engine("vllm", ">=0.22")
 def test_tensor_parallel_routes(size: int, tmp_path: Path, rollproof_run: RunReport) -> None:
-    """With the model divided over GPUs, vLLM returns the rows of one GPU for the same tokens, in float32, and as many as its contract says."""
+    """Divided over GPUs, vLLM returns the rows that it returns on one for the same tokens, in float32, and as many as declared."""
     path = make_checkpoint(tmp_path / "A", "qwen3_moe", head_dim=64, num_key_value_heads=4, num_attention_heads=8)
     prompts = prompts_of(48, vocab=512, longest=120)
     settings = EngineSettings(model=path, max_length=256, max_batch=48, prefill_chunk=256)
