@@ -263,6 +263,9 @@ async def _parked(bench: Bench) -> None:
 
 
 async def _crowded(bench: Bench) -> None:
+    """A preemption says that every block of the pool was handed out: of a hybrid model, each group of its KV cache was in use, and slots
+    far beyond those of one group were read (vLLM #40692 sized the buffer of routes by one group).
+    """
     before = await bench.count("start")
     prompts = [bench.prompt(40, shared=number) for number in range(bench.max_batch)]
     await bench.finish(*[bench.ask(prompt, 30) for prompt in prompts])
