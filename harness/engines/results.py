@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollproof.engines.conformance import EngineRun
-from rollproof.engines.rollout_gap import RolloutGap
-from rollproof.gap.report import GapReport
-from rollproof.report import Report
+if TYPE_CHECKING:
+    from rollproof.engines.conformance import EngineRun
+    from rollproof.engines.rollout_gap import RolloutGap
+    from rollproof.gap.report import GapReport
+    from rollproof.report import Report
 
 __all__ = ["GAP_METRICS", "gap_rows", "load_results", "row_of", "save_results"]
 
