@@ -96,12 +96,13 @@ class FakeEngine:
         routes_start: int = 0,
         heard: Callable[[EngineCall], None] | None = None,
         delivered: bool = True,
+        late: float = 0.0,
     ) -> EngineOutput:
         """One call: up to ``max_tokens`` tokens (``None``: up to the model's length) after ``prompt_ids``.
 
         ``request_id`` is the engine's own handle of the call, for ``abort``. Rows come from ``routes_start`` on where
         the flavour knows that option; elsewhere it is ignored, and the output says 0. ``heard`` is told of every token, for a stream;
-        without ``delivered`` the trace says that nobody will receive the reply. Raises ``BadCall``,
+        without ``delivered`` the trace says that nobody will receive the reply, which comes ``late`` seconds late. Raises ``BadCall``,
         ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` where the flavour raises while paused.
         """
         ids = as_tokens(prompt_ids, what="prompt_ids")
@@ -129,7 +130,7 @@ class FakeEngine:
             return handed(self._recorder.record(refused).output)
         queued = self._enqueue(call, request_id)
         queued.heard = heard
-        return await self._answer(queued, delivered=delivered)
+        return await self._answer(queued, delivered=delivered, late=late)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:
         """End the calls whose handle is ``wanted`` (``"*"``: all), with what they have; returns their call ids."""
@@ -308,12 +309,12 @@ class FakeEngine:
         self._wake()
         return queued
 
-    async def _answer(self, call: EngineCall, *, delivered: bool = True) -> EngineOutput:
+    async def _answer(self, call: EngineCall, *, delivered: bool = True, late: float = 0.0) -> EngineOutput:
         """Wait for the reply and hand it over; the faults that were planned for it happen on the way."""
         try:
             reply = await call.future
-            if call.late_by:
-                await asyncio.sleep(call.late_by * self.options.step)
+            if call.late_by or late:
+                await asyncio.sleep(call.late_by * self.options.step + late)
         except asyncio.CancelledError:
             self._batch.drop(call)
             self._tell_drained()

@@ -176,8 +176,10 @@ class Face:
             await _deliver(_failure(fault), send)
             return
         if fault.do is WireFaultKind.SLOW:
+            asked.scope["rollproof.late"] = fault.seconds  # the engine takes the time: whoever leaves meanwhile has not had its reply
             answer = await self._answer(handler, asked)
-            await asyncio.sleep(fault.seconds)
+            if not isinstance(answer, Events):
+                await asyncio.sleep(asked.scope.pop("rollproof.late", 0.0))
             await _deliver(answer, send)
             return
         asked.scope["rollproof.lost"] = True  # the engine is told, so that the trace says that nobody received its reply

@@ -179,6 +179,7 @@ class Backing:
                 routes_start=wanted.routes_start,
                 heard=heard,
                 delivered="rollproof.lost" not in asked.scope,
+                late=asked.scope.pop("rollproof.late", 0.0),
             )
             return output
         finally:

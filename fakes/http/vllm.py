@@ -17,11 +17,12 @@ from rollproof.fakes.failures import BadCall
 from rollproof.fakes.http import vllm_call as written
 from rollproof.fakes.http.asgi import Answer, Asked, Endpoints, Events, Face
 from rollproof.fakes.http.backing import Backing, Wanted
-from rollproof.fakes.http.bodies import BadRequest, dumped, field, text_of, token_ids, words_of
+from rollproof.fakes.http.bodies import BadRequest, dumped, field, token_ids, words_of
 from rollproof.fakes.http.private import private_endpoints
 from rollproof.fakes.http.sglang_call import last_logprob
 from rollproof.fakes.http.telling import told_endpoints
 from rollproof.fakes.http.vllm_call import VllmCall
+from rollproof.fakes.http.vllm_parts import ChatPart, CompletionPart, Part, TokensPart
 from rollproof.records import EngineOutput
 from rollproof.trace import PauseMode
 
@@ -104,7 +105,7 @@ class _Calls:
         sampling = field(body, "sampling_params", dict, {})
         call = VllmCall(asked, body, [ids], sampling, self._backing, prefix="generate-tokens-", default=None)
         if call.stream:
-            return Events(self._streamed(asked, call, _TokensPart(self._backing, call)))
+            return Events(self._streamed(asked, call, TokensPart(self._backing, call)))
         outputs = await self._outputs(asked, call)
         blank = dict.fromkeys(
             ("prompt_logprobs", "prompt_token_id_logprobs", "mm_placeholders", "metrics", "kv_transfer_params", "ec_transfer_params")
@@ -118,7 +119,7 @@ class _Calls:
         body = self._body(asked)
         call = VllmCall(asked, body, self._prompts(body), body, self._backing, prefix="cmpl-", default=16)
         if call.stream:
-            return Events(self._streamed(asked, call, _CompletionPart(self._backing, call)))
+            return Events(self._streamed(asked, call, CompletionPart(self._backing, call)))
         outputs = await self._outputs(asked, call)
         wanted = call.wanted()
         choices = [
@@ -134,7 +135,7 @@ class _Calls:
         ids = words_of(self._text(body), self._backing.vocab)
         call = VllmCall(asked, body, [ids], body, self._backing, prefix="chatcmpl-", default=None)
         if call.stream:
-            return Events(self._streamed(asked, call, _ChatPart(self._backing, call)))
+            return Events(self._streamed(asked, call, ChatPart(self._backing, call)))
         outputs = await self._outputs(asked, call)
         choices = [written.chat_choice(call, i, output, self._backing) for i, output in enumerate(outputs)]
         names = (
@@ -185,7 +186,7 @@ class _Calls:
             return [await self._backing.generate(asked, wanted[0])]
         return list(await asyncio.gather(*(self._backing.generate(asked, one) for one in wanted)))
 
-    async def _streamed(self, asked: Asked, call: VllmCall, part: _Part) -> AsyncIterator[bytes]:
+    async def _streamed(self, asked: Asked, call: VllmCall, part: Part) -> AsyncIterator[bytes]:
         """Deltas; the last tokens of a choice come with its reason, then usage where asked, and the end mark."""
         ready: asyncio.Queue[tuple[int, list[int], list[float]] | int] = asyncio.Queue()
         wanted = call.wanted()
@@ -228,87 +229,6 @@ class _Calls:
                 await self._backing.engine.abort(call.id)
                 await asyncio.gather(*tasks, return_exceptions=True)
         yield b"data: [DONE]\n\n"
-
-
-class _Part:
-    """How a part of a stream is written. Keys that were not set are left out, as vLLM does."""
-
-    kind = ""
-
-    def __init__(self, backing: Backing, call: VllmCall) -> None:
-        self.backing, self.call = backing, call
-        self._begun: set[int] = set()
-
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        return []
-
-    def chunk(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
-        return {**written.envelope(self.call, self.kind), "choices": [self.choice(index, tokens, logprobs, output)]}
-
-    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
-        raise NotImplementedError("a part says how it is written")
-
-    def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        return {**written.envelope(self.call, self.kind), "choices": [], "usage": _without_nulls(counts)}
-
-
-class _CompletionPart(_Part):
-    kind = "text_completion"
-
-    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
-        call, first = self.call, index not in self._begun
-        self._begun.add(index)
-        flat = None if call.top is None else written.completion_logprobs(call, tokens, logprobs)
-        text = text_of(tokens) if output is not None else text_of(tokens) + " "
-        choice = {"index": index, "text": text, "logprobs": flat}
-        choice |= {"finish_reason": None if output is None else written.finish_of(output), "stop_reason": None}
-        prompt = list(call.wanted()[index].prompt) if call.token_ids and first else None
-        choice |= {"prompt_token_ids": prompt, "token_ids": list(tokens) if call.token_ids else None}
-        return {**choice, "weight_versions": written.spans_of(output, self.backing)} if call.spans and output is not None else choice
-
-
-class _ChatPart(_Part):
-    kind = "chat.completion.chunk"
-
-    def opening(self, index: int) -> list[dict[str, Any]]:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        prompt = {"prompt_token_ids": list(self.call.prompts[0]) if self.call.token_ids else None, "prompt_text": None}
-        return [{**written.envelope(self.call, self.kind), "choices": [choice], **prompt}]
-
-    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
-        call = self.call
-        content = None if call.top is None else written.chat_logprobs(call, tokens, logprobs)
-        text = text_of(tokens) if output is not None else text_of(tokens) + " "
-        reason = None if output is None else written.finish_of(output)
-        choice = {"index": index, "delta": {"content": text}, "logprobs": content, "finish_reason": reason}
-        if output is not None:
-            choice["stop_reason"] = None
-        return {**choice, "token_ids": list(tokens) if call.token_ids else None}
-
-
-class _TokensPart(_Part):
-    def chunk(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
-        head: dict[str, Any] = {"request_id": self.call.id, "usage": None}
-        if self.call.token_ids and index not in self._begun:
-            head["prompt_token_ids"] = list(self.call.prompts[0])
-        self._begun.add(index)
-        return {**head, "output_mode": "tokens", "choices": [self.choice(index, tokens, logprobs, output)]}
-
-    def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
-        ended = output is not None
-        return {
-            "index": index,
-            "finish_reason": written.finish_of(output) if output is not None else None,
-            "stop_reason": None,
-            "token_ids": list(tokens),
-            "routed_experts": written.routes_of(output, self.backing) if output is not None else None,
-            "sampling_mask": None,
-            "weight_versions": written.spans_of(output, self.backing) if output is not None and ended else None,
-            "logprobs": None if self.call.top is None else written.token_logprobs(tokens, logprobs),
-        }
-
-    def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        return {"request_id": self.call.id, "usage": _without_nulls(counts), "output_mode": "tokens", "choices": []}
 
 
 class _Control:
@@ -460,10 +380,6 @@ class _Control:
         if text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
             raise BadRequest(f"1 validation error: {name} must be a boolean, not {text!r}.", malformed=True, param=f"query.{name}")
         return text in ("true", "1", "yes", "on")
-
-
-def _without_nulls(counts: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in counts.items() if value is not None}
 
 
 def _compact(body: Mapping[str, Any]) -> Response:

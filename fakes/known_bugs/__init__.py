@@ -20,6 +20,7 @@ from rollproof.fakes.known_bugs import (
     values,
     versions,
     weights,
+    wire,
 )
 from rollproof.known_bug import KnownBug
 
@@ -33,6 +34,7 @@ KNOWN_BUGS: tuple[KnownBug, ...] = (
     *versions.BUGS,
     *weights.BUGS,
     *lifecycle.BUGS,
+    *wire.BUGS,
     *batch.BUGS,
     *layout_rows.BUGS,
     *layout_ranks.BUGS,

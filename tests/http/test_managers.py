@@ -1,0 +1,55 @@
+"""Managers that speak HTTP in virtual time: correct ones are clean, and those of the known bugs are told."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from rollproof.case import ActionKind, Case
+from rollproof.fakes.http.fault_plan import FaultPlan, WireFault, WireFaultKind
+from rollproof.fakes.http.managers import HttpManager, SglangManager, SglangStreamer, VllmManager
+from rollproof.fakes.known_bugs.planting import ABORTED, EMPTY, SYNCED, act, case, request
+from rollproof.judge import judge
+from rollproof.runner import idle_contracts, run_case
+from rollproof.schedules import small_scope
+from rollproof.trace import Reply
+
+MANAGERS = (SglangManager, SglangStreamer, VllmManager)
+
+
+def clean(manager: type[HttpManager], one: Case) -> None:
+    assert () == judge(run_case(manager, one)).failed, one
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_a_correct_manager_is_clean_over_http(manager: type[HttpManager]) -> None:
+    """A thinned exhaustive scope of aborts, updates and deaths, all calls as bytes of HTTP."""
+    flavour = manager.flavours[0]
+    contract, _ = idle_contracts(manager, case(flavour=flavour))
+    cases = list(small_scope(flavour, contract))
+    for one in islice(cases, 0, None, max(1, len(cases) // 60)):
+        clean(manager, one)
+
+
+@pytest.mark.parametrize("kind", list(WireFaultKind))
+@pytest.mark.parametrize("manager", MANAGERS)
+def test_a_correct_manager_survives_every_fault_of_the_wire(manager: type[HttpManager], kind: WireFaultKind) -> None:
+    """A connection that breaks, a body that stops early, a status 503 and a late reply are each made good by another call."""
+
+    class Harmed(manager):  # type: ignore[misc, valid-type]
+        plan = FaultPlan(faults=(WireFault(do=kind, nth=(1, 3), seconds=7.0, after_engine=True),))
+
+    for one in (ABORTED, EMPTY, SYNCED):
+        fitting = case(*one.actions, flavour=manager.flavours[0])
+        trace = run_case(Harmed, fitting)
+        assert () == judge(trace).failed
+        lost = sum(isinstance(event, Reply) and not event.delivered for event in trace.events)
+        assert (0 if kind is WireFaultKind.SLOW else 1) <= lost
+
+
+def test_the_same_case_gives_the_same_trace() -> None:
+    """HTTP in virtual time is as repeatable as a call: events are equal, byte for byte."""
+    one = case(act(ActionKind.SYNC, 2), requests=(request(), request("r1", (31, 32))), flavour="sglang", servers=2)
+    first, second = (run_case(SglangStreamer, one) for _ in range(2))
+    assert repr(first.events) == repr(second.events)
