@@ -99,7 +99,7 @@ def cpu(session: nox.Session) -> None:
 def trainers(session: nox.Session) -> None:
     """Run the tests that drive real trainers on the CPU; `-- --table FILE [SETUP ...]` judges Megatron setups and writes the verdicts.
 
-    On Python 3.11 verl's and SkyRL's replay code is judged, too. `nox -s trainers --force-python 3.12` is the nightly one: the newest
+    On Python 3.11 the replay code of verl, SkyRL and NeMo Automodel is judged, too. `nox -s trainers --force-python 3.12` is the nightly one: the newest
     megatron-core that the stand-in knows.
     """
     newer = _newer_python(session)
@@ -111,7 +111,7 @@ def trainers(session: nox.Session) -> None:
     session.install("--no-deps", f"megatron-core=={'0.19.2' if newer else '0.16.1'}")
     if not newer:
         session.install("-r", str(ROOT / "harness" / "stacks" / "requirements" / "verl.txt"))
-        session.install("--no-deps", "verl==0.9.1", "skyrl==0.3.0")
+        session.install("--no-deps", "verl==0.9.1", "skyrl==0.3.0", "nemo-automodel==0.7.0")
     install(session, "test")
     if session.posargs[:1] == ["--table"]:
         session.run("python", "-W", "ignore", "-m", "rollproof.replay.megatron.table", *session.posargs[1:])
