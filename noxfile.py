@@ -99,8 +99,8 @@ def cpu(session: nox.Session) -> None:
 def trainers(session: nox.Session) -> None:
     """Run the tests that drive real trainers on the CPU; `-- --table FILE [SETUP ...]` judges Megatron setups and writes the verdicts.
 
-    On Python 3.11 the replay code of verl, SkyRL and NeMo Automodel is judged, too. `nox -s trainers --force-python 3.12` is the nightly one: the newest
-    megatron-core that the stand-in knows.
+    On Python 3.11 the replay code of verl, SkyRL and NeMo Automodel is judged, too. `nox -s trainers --force-python 3.12` is the
+    nightly one: the newest megatron-core that the stand-in knows.
     """
     newer = _newer_python(session)
     # The CPU build of torch, where one is offered: a CUDA build works too and is twenty times as large.
