@@ -202,8 +202,11 @@ class Face:
         except (ServerDied, ReplyLost):
             await _cut(scope, send)
         except asyncio.CancelledError:
-            if not watch.vanished or task.uncancel() > 0:
+            if watch.vanished and task.uncancel() == 0:
+                return
+            if "rollproof.cut" in (scope.get("extensions") or {}):
                 raise
+            await _cut(scope, send)  # the server ends, and would tell of everything that it cancels with a traceback
         finally:
             timer.cancel()
             watch.end()

@@ -115,10 +115,13 @@ def serve_forever(
             apps.insert(0, (Router({_url(sock): app for app, sock in apps if isinstance(app, Face)}, kind), listening[0]))
         servers = [(_Server(_config(app, access_log=access_log)), sock) for app, sock in apps]
         loop = asyncio.get_running_loop()
+        ending: list[asyncio.Task[Any]] = []
 
         def stop() -> None:
             for server, _ in servers:
                 server.should_exit = True
+            # streams end, and whoever waits is answered
+            ending.extend(loop.create_task(backing.engine.abort("*")) for backing in backings)
 
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(NotImplementedError, ValueError, RuntimeError):  # elsewhere than in a main thread, or on Windows
