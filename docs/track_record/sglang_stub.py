@@ -1,4 +1,4 @@
-"""An SGLang engine on a tiny random Qwen3-MoE, unmodified; on a CPU with rollproof's stand-ins for SGLang's CUDA kernels and nothing else of it.
+"""An SGLang engine on a tiny random Qwen3-MoE (or what TRACK_RECORD_MODEL names), unmodified; on a CPU with rollproof's stand-ins for SGLang's CUDA kernels and nothing else of it.
 
 SGLang spawns its processes: a script that uses this must do its work below ``if __name__ == "__main__"``. One engine serves all
 scripts of a process.
@@ -25,7 +25,8 @@ import sglang.srt.entrypoints.engine
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput, UpdateWeightFromDiskReqInput
 
 VERSION = f"sglang {metadata.version('sglang')}:"
-OTHERS = [file.stem for file in Path(sglang.__file__).parent.glob("srt/models/*.py") if file.stem != "qwen3_moe"]
+KIND = os.environ.get("TRACK_RECORD_MODEL", "qwen3_moe")
+OTHERS = [file.stem for file in Path(sglang.__file__).parent.glob("srt/models/*.py") if file.stem != KIND]
 os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(OTHERS)  # they take half of a start
 PROMPT = list(range(5, 15))
 
@@ -50,13 +51,15 @@ class Engine(sglang.srt.entrypoints.engine.Engine):
 
 @functools.cache
 def checkpoint():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     experts = {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512}
+    layers = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 16} if KIND == "mellum" else {}
+    config = AutoConfig.for_model(KIND, **sizes, **experts, **layers, norm_topk_prob=True, max_position_embeddings=2048)
     torch.manual_seed(0)
     folder = tempfile.mkdtemp(prefix="track-record-")
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, norm_topk_prob=True, max_position_embeddings=2048)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
 

@@ -41,6 +41,7 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
         "Too many open files": "Files, sockets and pipes are counted together: raise the limit (`ulimit -n`), or end what holds them.",
         "No space left on device": "Shared memory (`df -h /dev/shm`; of a container: `--shm-size`) or the folder of temporary files"
         " (TMPDIR) is full.",
+        "exit code: -7": "A SIGBUS: shared memory is full (`df -h /dev/shm`; of a container: `--shm-size`).",
         "Address already in use": "A port that the engine chose is taken, or none is left (`ss -s`): end what holds them, or try again.",
         "Cannot assign requested address": "No port is left (`ss -s`), or this machine has no loopback interface.",
         "is longer than 107 characters": "The path of a socket has no more bytes: set TMPDIR to a shorter folder, such as /tmp.",
@@ -57,12 +58,16 @@ class EngineProcess:
     its log, and ``EngineHung`` where it does not answer within the deadline.
     """
 
+    fatal: tuple[str, ...] = ()
+    """Kinds of errors (names of exceptions) that an engine answers with when it is dead, while the host that held it still runs."""
+
     def __init__(self, name: str, process: subprocess.Popen[bytes], channel: socket.socket, folder: Path) -> None:
         self.name = name
         self._process, self._channel, self._folder = process, channel, folder
         self._waiting: dict[int, asyncio.Queue[Mapping[str, Any]]] = {}
         self._ids = itertools.count(1)
         self._shared: set[str] = set()
+        self._shared_before = _shared_names()
         self._ended = False
         self._tail_kept = ""
         self._writer: asyncio.StreamWriter | None = None
@@ -143,6 +148,8 @@ class EngineProcess:
                     ) from None
                 if "died" in message:
                     raise self._died()
+                if message.get("kind") in self.fatal:
+                    raise EngineDied(f"{self.name} is dead ({message['error']}): what it was working on is lost. {self._tail()}")
                 if "error" in message:
                     raise EngineRefused(f"{self.name} refused {operation!r}: {message['error']}", kind=message.get("kind", ""))
                 if "value" in message:
@@ -177,7 +184,7 @@ class EngineProcess:
         end_session(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
-        for path in self._shared:
+        for path in self._shared | self._orphans():
             Path(path).unlink(missing_ok=True)
         if self._writer is not None:
             with contextlib.suppress(RuntimeError):  # its loop may be closed already
@@ -185,6 +192,13 @@ class EngineProcess:
         self._channel.close()
         self._tail_kept = self._told_log()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _orphans(self) -> set[str]:
+        """Shared memory that is named after the engine, came since its start and is nobody's: of a child that died before it was seen."""
+        new = {f"{_SHARED}{name}" for name in _shared_names() - self._shared_before if name.startswith(self.name)}
+        if not new:
+            return new
+        return new - {path for entry in Path("/proc").iterdir() if entry.name.isdigit() for path in _shared_paths(int(entry.name))}
 
     async def _open(self, options: Mapping[str, Any], deadline: float, progress: Callable[[str], None] | None) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._channel, limit=_LINE_LIMIT)
@@ -330,6 +344,11 @@ def _is_tracker(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
+
+
+def _shared_names() -> set[str]:
+    folder = Path(_SHARED)
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def _shared_paths(pid: int) -> set[str]:

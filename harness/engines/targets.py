@@ -71,12 +71,13 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
         "sglang": RealEngine(
             adapter="rollproof.engines.sglang:SglangEngine",
             packages=_SGLANG,
-            about="Engine; where the KV cache is short: a model with two KV pools, weights from tensors, streams in parts, raw logprobs",
-            families=("olmoe", "mixtral", "afmoe", "deepseek_v3", "qwen3_next", "qwen3"),
+            about="Engine; where the KV cache is short: sliding and full attention, weights from tensors, streams in parts, raw logprobs",
+            families=("mellum", "olmoe", "mixtral", "afmoe", "deepseek_v3", "qwen3_next", "qwen3"),
             crowded="mellum",
             other_logprobs="raw",
             extra=_RETRACTING,
-            crowded_extra={"load": "tensors", "incremental_streaming_output": True},
+            # one pool for both kinds of attention: with two the torch_native backend reads wrong slots (docs/track-record.md, 55)
+            crowded_extra={"load": "tensors", "incremental_streaming_output": True, "disable_hybrid_swa_memory": True},
         ),
         "sglang-tensors": RealEngine(
             adapter="rollproof.engines.sglang:SglangEngine",

@@ -133,6 +133,18 @@ def test_no_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         asyncio.run(started())
 
 
+def test_shared_memory_that_nobody_has_any_more() -> None:
+    """What a child made that died before anybody saw it is named after the engine, and goes with the failed start; others' stays."""
+    folder = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
+    (folder / "echo_of_before").touch()
+    try:
+        with pytest.raises(EngineStartError, match="a child died"):
+            asyncio.run(started("orphan"))
+        assert ["echo_of_before"] == [path.name for path in folder.glob("echo_*")]
+    finally:
+        (folder / "echo_of_before").unlink()
+
+
 def test_no_interpreter() -> None:
     """An interpreter that does not exist is named."""
     with pytest.raises(EngineStartError, match=r"echo cannot be started: '/nowhere/python' does not run"):

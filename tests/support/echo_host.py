@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from multiprocessing import shared_memory
+from pathlib import Path
 from typing import Any
 
 from rollproof.engines.hosting import Host, run_host
@@ -25,6 +26,9 @@ class EchoHost(Host):
             raise SystemExit(3)
         if options.get("start") == "refuse":
             raise ValueError("no such model")
+        if options.get("start") == "orphan":
+            Path(f"/dev/shm/echo_{os.getpid()}").write_bytes(b"of a child that died")  # noqa: S108 - where Linux keeps shared memory
+            raise ValueError("a child died")
         if options.get("start") == "hang":
             time.sleep(600)
         if options.get("start") == "files":
