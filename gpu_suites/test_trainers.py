@@ -76,7 +76,7 @@ def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
     from rollproof.replay.hf.ranked import RankedHfTrainer, hf_ranks
     from rollproof.replay.hf.setups import Setup as HfSetup
 
-    options: dict[str, Any] = {**RANKED[name], "device": "cuda"}
+    options: dict[str, Any] = {**RANKED[name], "device": "cuda", "samples": ranks}
     with hf_ranks(cuda=True) as started:
         report = judge_replay(lambda: RankedHfTrainer(HfSetup(**options), started, ranks), name=f"hf {name} on {ranks}")
     rollproof_run.suite("trainer", report)

@@ -108,11 +108,15 @@ def run_experiments(
     target: EngineTarget,
     *,
     only: Iterable[str] = (),
+    last: Iterable[str] = (),
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
 ) -> EngineRun:
-    """Run the experiments on ``target`` and attribute what they recorded. Raises ``EngineStartError`` where it does not start."""
-    main = _Main(target, frozenset(only), seed, progress)
+    """Run the experiments on ``target`` and attribute what they recorded. Raises ``EngineStartError`` where it does not start.
+
+    ``only`` names those that are run, ``last`` those that come behind all others of their setting: an engine may not survive them.
+    """
+    main = _Main(target, frozenset(only), frozenset(last), seed, progress)
     if target.virtual:
         from rollproof.clock import run
 
@@ -123,8 +127,10 @@ def run_experiments(
 class _Main:
     """One run: settings one after the other, each on an engine of its own."""
 
-    def __init__(self, target: EngineTarget, only: frozenset[str], seed: int, progress: Callable[[Progress], None] | None) -> None:
-        self._target, self._only, self._seed, self._progress = target, only, seed, progress
+    def __init__(
+        self, target: EngineTarget, only: frozenset[str], last: frozenset[str], seed: int, progress: Callable[[Progress], None] | None
+    ) -> None:
+        self._target, self._only, self._last, self._seed, self._progress = target, only, last, seed, progress
         self._run = EngineRun()
         self._done = 0
         self._total = 0
@@ -163,7 +169,7 @@ class _Main:
 
     def _chosen(self, engine: EngineSubject, setting: Setting) -> list[Experiment]:
         known = [one for one in experiments_for(engine.contract) if one.setting is setting]
-        chosen = [one for one in known if not self._only or one.name in self._only]
+        chosen = sorted((one for one in known if not self._only or one.name in self._only), key=lambda one: one.name in self._last)
         self._total += len(chosen)
         return chosen
 

@@ -36,6 +36,12 @@ _BLOCK = 32
 """Tokens of a KV block: the smallest that vLLM's CPU attention takes."""
 
 
+class _Process(EngineProcess):
+    """A host of vLLM, which outlives the engine core that it started."""
+
+    fatal = ("EngineDeadError",)
+
+
 class VllmEngine:
     """An engine as ``rollproof.subjects.EngineSubject`` describes it.
 
@@ -67,7 +73,7 @@ class VllmEngine:
         """Start the engine. Raises ``EngineStartError`` where vLLM is missing, of another version, dies, or is too slow."""
         extra = self.settings.extra
         python = {"python": str(extra["python"])} if "python" in extra else {}
-        self._process = await EngineProcess.start(
+        self._process = await _Process.start(
             _HOST,
             engine_options(self.settings),
             name="vllm",

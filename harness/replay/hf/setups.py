@@ -18,7 +18,7 @@ class Setup:
 
     ``reentrant`` is the kind of gradient checkpointing, ``late`` runs the backward pass after the replay context has closed, ``dtype``
     names a type of torch, ``parallel`` how the model is wrapped (``ranked.WRAPS``), and ``mixed`` lets FSDP2 compute in bfloat16.
-    ``device`` is ``"cpu"`` or ``"cuda"``: of several processes each takes the GPU of its rank.
+    ``device`` is ``"cpu"`` or ``"cuda"``: of several processes each takes the GPU of its rank. ``samples`` make a microbatch.
     """
 
     family: str = "qwen3_moe"
@@ -29,6 +29,7 @@ class Setup:
     parallel: str = ""
     mixed: bool = False
     device: str = "cpu"
+    samples: int = 2
 
     @property
     def name(self) -> str:

@@ -308,5 +308,6 @@ def contract_of(setup: Setup) -> Contract:
         models=("reference",),
         unsupported=tuple(REFUSED),
         float_digits=_DIGITS["bfloat16" if setup.mixed else setup.dtype],
+        microbatch_size=setup.samples,
         parallel=setup.parallel,
     )

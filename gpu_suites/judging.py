@@ -1,0 +1,68 @@
+"""Judging: a released engine's conformance run, with what is known to fail in it judged apart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollproof.engines.conformance import EngineRun, EngineTarget, judged, run_experiments
+from rollproof.engines.experiments import Setting, experiments_for
+from rollproof.gpu_suites.engines import Known
+from rollproof.report import Report
+from rollproof.trace import Trace
+
+__all__ = ["JudgedEngine", "judge_engine"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgedEngine:
+    """What a run came to.
+
+    ``report`` is on all experiments but those of which faults are known, ``failed_in`` says in which of them a check failed.
+    ``faults`` are the checks that failed in each experiment of which one is known, ``left_out`` those that were not run because the
+    engine does not survive them, and another one shows the same. ``seconds`` are those of each experiment.
+    """
+
+    report: Report
+    failed_in: Mapping[str, Sequence[str]]
+    faults: Mapping[str, Sequence[str]]
+    left_out: Sequence[str]
+    seconds: Mapping[str, float]
+
+    def surprises(self, known: Mapping[str, Known]) -> list[str]:
+        """What is otherwise than known, one line each: checks that failed beside the known ones, and known faults that are gone."""
+        told = []
+        for name, failed in self.faults.items():
+            stray = sorted(set(failed) - set(known[name].checks))
+            if stray:
+                told.append(f"{name}: {', '.join(stray)} failed, beside what is known ({', '.join(known[name].checks)})")
+            if known[name].certain and not failed:
+                told.append(f"{name}: nothing failed; remove it from what is known to fail ({known[name].reason})")
+        return told
+
+
+def judge_engine(target: EngineTarget, known: Mapping[str, Known]) -> JudgedEngine:
+    """Run the experiments on an engine, those that it does not survive last, and judge. Raises ``EngineStartError``."""
+    began = time.perf_counter()
+    deadly = [name for name, one in known.items() if one.ends]
+    names = [one.name for one in experiments_for(target.make(target.settings[Setting.MAIN]).contract) if one.name not in deadly[1:]]
+    run = run_experiments(target, only=names, last=deadly)
+    clean = [trace for trace in run.traces if trace.header.profile not in known]
+    notes = [note for note in run.notes if note.partition(" ")[0] not in known]
+    report = judged(target.name, EngineRun(traces=clean, notes=notes), seconds=time.perf_counter() - began)
+    failed_in: dict[str, list[str]] = {}
+    for trace in clean if report.failed else ():
+        for check in _failing(trace):
+            failed_in.setdefault(check, []).append(str(trace.header.profile))
+    return JudgedEngine(
+        report=report,
+        failed_in=failed_in,
+        faults={str(trace.header.profile): _failing(trace) for trace in run.traces if trace.header.profile in known},
+        left_out=deadly[1:],
+        seconds={name: round(seconds, 2) for name, seconds in run.seconds.items()},
+    )
+
+
+def _failing(trace: Trace) -> list[str]:
+    return sorted(result.id for result in judged("", EngineRun(traces=[trace])).failed)
