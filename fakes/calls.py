@@ -27,7 +27,8 @@ class EngineCall:
     many tokens on, tokens are sampled under this key, shown under this label. ``kept`` are rows that outlive their KV.
     ``started`` says that it left the queue at least once, ``held`` that it may not leave it in this step, ``deferred``
     that the engine has not looked yet whether it is finished. ``watched``: the hooks want to see each of its tokens.
-    ``shares``: its KV may go into the prefix cache; not when that was cleared since. ``heard`` is told of each token, for a stream.
+    ``shares``: its KV may go into the prefix cache; not when that was cleared since. ``heard`` is told of each token, for a
+    stream; without ``delivered`` nobody receives the reply, which comes ``late`` seconds late.
     """
 
     call_id: int
@@ -60,6 +61,8 @@ class EngineCall:
     late_by: int = 0
     duplicated: bool = False
     heard: Callable[[EngineCall], None] | None = None
+    delivered: bool = True
+    late: float = 0.0
 
     @property
     def sampled(self) -> int:

@@ -129,8 +129,8 @@ class FakeEngine:
             await self._answer_late()
             return handed(self._recorder.record(refused).output)
         queued = self._enqueue(call, request_id)
-        queued.heard = heard
-        return await self._answer(queued, delivered=delivered, late=late)
+        queued.heard, queued.delivered, queued.late = heard, delivered, late
+        return await self._answer(queued)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:
         """End the calls whose handle is ``wanted`` (``"*"``: all), with what they have; returns their call ids."""
@@ -309,12 +309,12 @@ class FakeEngine:
         self._wake()
         return queued
 
-    async def _answer(self, call: EngineCall, *, delivered: bool = True, late: float = 0.0) -> EngineOutput:
+    async def _answer(self, call: EngineCall) -> EngineOutput:
         """Wait for the reply and hand it over; the faults that were planned for it happen on the way."""
         try:
             reply = await call.future
-            if call.late_by or late:
-                await asyncio.sleep(call.late_by * self.options.step + late)
+            if call.late_by or call.late:
+                await asyncio.sleep(call.late_by * self.options.step + call.late)
         except asyncio.CancelledError:
             self._batch.drop(call)
             self._tell_drained()
@@ -325,9 +325,9 @@ class FakeEngine:
             self._deliver(reply, delivered=False)
             await asyncio.sleep(call.lost_after * self.options.step)
             raise ReplyLost(f"The connection to {self.server_id} broke before the reply arrived.")
-        if not delivered:
+        if not call.delivered:
             self._recorder.record(Fault(what="lost-reply", server_id=self.server_id, call_id=call.call_id))
-        self._deliver(reply, delivered=delivered)
+        self._deliver(reply, delivered=call.delivered)
         if call.duplicated:
             self._deliver(reply, delivered=False, duplicate=True)
         return handed(reply.output)

@@ -64,7 +64,7 @@ class Asked:
 class Cut:
     """The message that asks whoever carries the connection to break it, where it offers the extension ``rollproof.cut``."""
 
-    message: ClassVar[Mapping[str, str]] = {"type": "rollproof.cut"}
+    message: ClassVar[Message] = {"type": "rollproof.cut"}
 
 
 class Events:

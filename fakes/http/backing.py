@@ -106,13 +106,16 @@ class Backing:
         self._names: dict[str, int] = {} if beside is None else beside._names
         self._rids: set[str] = set()
         self.samples: Samples | None = None
+        self.hooks: Attributing | None = None
         if behind is not None:
             self.engine: FakeEngine = behind[0]
             self.recorder: Recorder = behind[1]
         else:
             self.recorder = Recorder(asyncio.get_running_loop().time, sinks, keep=keep) if beside is None else beside.recorder
-            self.samples = Samples(self.recorder) if beside is None else beside.samples
-            self._hooks = Attributing(self.samples, self.plan.actions, self.recorder, options) if beside is None else beside._hooks
+            samples = Samples(self.recorder) if beside is None or beside.samples is None else beside.samples
+            hooks = Attributing(samples, self.plan.actions, self.recorder, options) if beside is None else beside.hooks
+            assert hooks is not None, "an engine of a fleet has none beside it"
+            self.samples, self.hooks = samples, hooks
             self.engine = FakeEngine(
                 server_id,
                 CodedPolicy.from_model(options.model, options.seed),
@@ -121,10 +124,10 @@ class Backing:
                 self.recorder,
                 version=0,
                 label=options.label,
-                hooks=self._hooks,
+                hooks=hooks,
                 max_length=options.max_length,
             )
-            self._hooks.servers[server_id] = self.engine
+            hooks.servers[server_id] = self.engine
             self.recorder.record(Weights(server_id=server_id, version=0, label=options.label, flushed=True))
         self.policy: CodedPolicy = self.engine.policy
         self.flavour: Flavour = self.engine.flavour

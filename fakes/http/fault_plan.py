@@ -73,7 +73,7 @@ class WireFault:
         problems = []
         if self.do not in list(WireFaultKind):
             problems.append(f"do={self.do!r} must be one of {[str(kind) for kind in WireFaultKind]}.")
-        if not isinstance(self.path, str) or not (self.path == "*" or self.path.startswith("/")):
+        if not (self.path == "*" or str(self.path).startswith("/")):
             problems.append(f"path={self.path!r} must be a path such as '/generate', '/v1/*', or '*'.")
         if any(not _whole(number, 1) for number in self.nth):
             problems.append(f"nth={list(self.nth)!r} must be whole numbers from 1.")
@@ -84,7 +84,7 @@ class WireFault:
         chosen = [bool(self.nth), self.request_id is not None, self.probability is not None]
         if sum(chosen) > 1:
             problems.append("nth, request_id and probability exclude one another: write a fault for each.")
-        if self.request_id is not None and (not isinstance(self.request_id, str) or not self.request_id):
+        if self.request_id is not None and not (self.request_id and str(self.request_id) == self.request_id):
             problems.append(f"request_id={self.request_id!r} must be a text.")
         if not _number(self.seconds, 0.0, 3600.0):
             problems.append(f"seconds={self.seconds!r} must be a number from 0 to 3600.")
@@ -92,7 +92,7 @@ class WireFault:
             problems.append(f"status={self.status!r} must be a status from 400 to 599.")
         if not _number(self.keep, 0.0, 1.0) or self.keep == 1.0:
             problems.append(f"keep={self.keep!r} must be a share from 0 to below 1.")
-        if not isinstance(self.after_engine, bool):
+        if self.after_engine not in (True, False):
             problems.append(f"after_engine={self.after_engine!r} must be true or false.")
         if problems:
             raise UsageError("This fault cannot be planned:\n  - " + "\n  - ".join(problems))

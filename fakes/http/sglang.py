@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.failures import BadCall, EnginePaused, TransferFailed
-from rollproof.fakes.http.asgi import Answer, Asked, Endpoints, Events, Face
+from rollproof.fakes.http.asgi import Answer, Asked, Endpoints, Events, Face, Handler
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, field
 from rollproof.fakes.http.sglang_call import SglangCall, indexed, last_logprob, native_chunk, native_reply, shown_version
@@ -41,7 +41,6 @@ _GROUP = ("master_address", "master_port", "rank_offset", "world_size")
 def sglang_app(backing: Backing) -> Face:
     """The application; ``backing`` is its engine."""
     face, openai = _Native(backing), OpenAI(backing)
-    either = lambda handler: {"GET": handler, "POST": handler}  # noqa: E731 - a word for a pair of methods
     endpoints: Endpoints = {
         "/generate": {"POST": face.generate, "PUT": face.generate},
         "/v1/completions": openai.completions,
@@ -55,11 +54,11 @@ def sglang_app(backing: Backing) -> Face:
         "/end_weight_update": face.done,
         "/init_weights_update_group": face.join_group,
         "/destroy_weights_update_group": face.done,
-        "/get_weights_by_name": either(face.no_weights),
-        "/weights_checker": either(face.done),
-        "/release_memory_occupation": either(face.release),
-        "/resume_memory_occupation": either(face.nothing),
-        "/flush_cache": either(face.flush),
+        "/get_weights_by_name": _either(face.no_weights),
+        "/weights_checker": _either(face.done),
+        "/release_memory_occupation": _either(face.release),
+        "/resume_memory_occupation": _either(face.nothing),
+        "/flush_cache": _either(face.flush),
         "/health": {"GET": face.health},
         "/health_generate": {"GET": face.health},
         "/ping": {"GET": face.health},
@@ -81,6 +80,10 @@ def sglang_app(backing: Backing) -> Face:
         faults=backing.faults,
         alive=lambda: backing.engine.alive,
     )
+
+
+def _either(handler: Handler) -> Mapping[str, Handler]:
+    return {"GET": handler, "POST": handler}
 
 
 def _wrong(error: BadRequest) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ __all__ = ["as_described", "as_int32", "as_npy", "compact", "from_described", "f
 
 def as_int32(routes: IntArray) -> bytes:
     """Base64 of the rows as little-endian int32 in C order, without a shape: SGLang's ``meta_info["routed_experts"]``."""
-    return pybase64.b64encode(np.ascontiguousarray(routes, dtype="<i4"))
+    return pybase64.b64encode(np.ascontiguousarray(routes, dtype="<i4").data)
 
 
 def compact(routes: IntArray) -> tuple[bytes, str]:
@@ -28,7 +28,7 @@ def compact(routes: IntArray) -> tuple[bytes, str]:
     low, high = (int(routes.min()), int(routes.max())) if routes.size else (0, 0)
     name = "int32" if low < 0 or high > 65_535 else "uint8" if high <= 255 else "uint16"
     kind = np.dtype(name).newbyteorder("<")
-    return pybase64.b64encode(np.ascontiguousarray(routes, dtype=kind)), name
+    return pybase64.b64encode(np.ascontiguousarray(routes, dtype=kind).data), name
 
 
 def as_npy(routes: IntArray) -> str:
@@ -41,7 +41,7 @@ def as_npy(routes: IntArray) -> str:
 def as_described(routes: IntArray, **more: Any) -> dict[str, Any]:
     """Base64 of the raw bytes, with shape and dtype beside them, ``data`` first; ``more`` is what a sender adds (prime-rl's ``start``)."""
     return {
-        "data": pybase64.b64encode_as_string(np.ascontiguousarray(routes)),
+        "data": pybase64.b64encode_as_string(np.ascontiguousarray(routes).data),
         "shape": list(routes.shape),
         "dtype": str(routes.dtype),
         **more,

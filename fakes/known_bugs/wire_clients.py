@@ -246,7 +246,7 @@ class TokensFromText(SglangManager):
 class ReasonIsText(SglangManager):
     """Looks for the word ``abort`` where SGLang has an object."""
 
-    def reason(self, told: Mapping[str, Any] | None) -> FinishReason:
+    def reason(self, told: Any) -> FinishReason:
         return FinishReason.ABORT if told == "abort" else FinishReason.STOP
 
 

@@ -90,7 +90,8 @@ def _contract(path: Path) -> Contract:
     try:
         text = path.read_text(encoding="utf-8")
         data: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        return Contract(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return Contract(**fields)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ContractError):
             raise

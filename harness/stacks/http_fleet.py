@@ -166,7 +166,7 @@ def _connection(loop: asyncio.AbstractEventLoop, app: App) -> asyncio.Protocol:
     async def answered(scope: Any, receive: Any, send: Any) -> None:
         try:
             await app(scope, receive, send)
-        except _Cut:
+        except (_Cut, asyncio.CancelledError):  # cancelled: the case is over, and nobody is there to read uvicorn's complaint
             protocol.transport.abort()
             await asyncio.sleep(0)  # until the protocol knows: it answers for an application that ends without having answered
 
