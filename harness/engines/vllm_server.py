@@ -26,6 +26,8 @@ if __name__ in ("__main__", "__mp_main__"):
     if vllm_cpu.is_cpu_build():
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # the worker lives in the core's process then: every process more imports for half a minute
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         vllm_cpu.install()
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ MODEL = "tiny"
 PROMPT = list(range(5, 15))
 SAMPLING = {"max_tokens": 4, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
 WHOLE = {"model": MODEL, "token_ids": PROMPT, "sampling_params": SAMPLING}
-LONG = {**SAMPLING, "max_tokens": 150}
+LONG = {**SAMPLING, "max_tokens": 60}
 COMPLETION = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3, "ignore_eos": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "w5 w6 w7"}], "max_tokens": 3, "ignore_eos": True}
 GENERATE, COMPLETIONS, CHATS = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
@@ -253,7 +253,7 @@ def _running(request: str) -> Order:
 
 def _aborted(server: Server) -> list[Exchange]:
     """Calls of each endpoint cut short by their ids; those of chats and completions have a prefix, which is part of them."""
-    chat = {**CHAT, "request_id": "cut-3", "max_tokens": 150}
+    chat = {**CHAT, "request_id": "cut-3", "max_tokens": 60}
     return [
         *server.beside(_running("cut-1"), [("POST", "/abort_requests", {"request_ids": ["cut-1"]})]),
         *server.beside(_running("cut-2"), [("POST", "/abort_requests", {})]),
@@ -268,7 +268,7 @@ def _command(model: Path, port: int) -> list[str]:
     return [
         *("-m", "rollproof.engines.vllm_server", "--model", str(model), "--served-model-name", MODEL, "--host", "127.0.0.1"),
         *(word for name, number in numbers.items() for word in (name, str(number))),
-        *("--dtype", "float32", "--enforce-eager", "--enable-return-routed-experts", "--enable-sleep-mode"),
+        *("--dtype", "float32", "--enforce-eager", "--enable-return-routed-experts", "--enable-scale-out"),
     ]
 
 
