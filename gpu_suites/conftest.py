@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +13,6 @@ from rollproof.gpu_suites.hardware import MemoryWatch, described
 from rollproof.gpu_suites.needs import MARKERS, needs_of, unmet
 from rollproof.gpu_suites.reporting import RunReport
 from rollproof.plugin import STATE
-
-FOLDER = "ROLLPROOF_GPU_REPORT"
-"""Environment variable: the folder to which a session's report is written (``run.json``, ``run.html``)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,9 +41,9 @@ def rollproof_gpus() -> GpuFindings:
 
 
 @pytest.fixture(scope="session")
-def rollproof_run(rollproof_gpus: GpuFindings) -> RunReport:
-    """What this session finds, written as it grows."""
-    folder = os.environ.get(FOLDER)
+def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> RunReport:
+    """What this session finds, written as it grows to the folder of ``--rollproof-gpu-report``."""
+    folder = pytestconfig.stash[STATE].settings.gpu_report
     return RunReport(described(rollproof_gpus), Path(folder) if folder else None)
 
 

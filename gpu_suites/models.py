@@ -7,10 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from rollproof.engines.declaring import model_of
 from rollproof.errors import UsageError
 from rollproof.fakes.tiny_models import make_checkpoint, second_version
 
-__all__ = ["SIZES", "make_models"]
+__all__ = ["SIZES", "fits", "given_models", "make_models"]
 
 SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -59,3 +60,26 @@ def make_models(size: str, folder: Path, *, dtype: str = "bfloat16", seed: int =
         make_checkpoint(first, "qwen3_moe", seed=seed, dtype=dtype, **SIZES[size])
         second_version(first, second, seed=seed + 1)
     return {"A": first, "B": second}
+
+
+def given_models(path: Path, folder: Path) -> dict[str, Path]:
+    """A checkpoint of the user's own as version ``A``, and a second version of it in ``folder``.
+
+    Raises ``UsageError`` for a dense model, which has nothing to replay, and ``EngineStartError`` for a folder that holds no checkpoint.
+    """
+    if model_of(path) is None:
+        raise UsageError(
+            f"The model in {path} has no experts: there is no routing to replay. Name a MoE checkpoint with --rollproof-model."
+        )
+    return {"A": path, "B": second_version(path, folder / "B")}
+
+
+def fits(path: Path, free: int) -> str | None:
+    """Why a checkpoint does not fit on a card with so many ``free`` bytes, beside an engine that serves it; ``None`` where it does.
+
+    An engine and a trainer hold it one after the other; half as much again is left for KV and activations.
+    """
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if 1.5 * size <= free:
+        return None
+    return f"the checkpoint in {path} has {size / 2**30:.1f} GiB, and a GPU has {free / 2**30:.1f} GiB free: it does not fit"

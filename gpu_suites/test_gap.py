@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,16 @@ import pytest
 
 from rollproof.engine_terms import PauseMode
 from rollproof.engines.asks import EngineSettings
+from rollproof.engines.declaring import model_of
 from rollproof.gpu_suites.engines import NO_FLOAT32, gap_engine, on_gpu
+from rollproof.gpu_suites.gate import GpuFindings
 from rollproof.gpu_suites.matrix import Routed, measure_cell
-from rollproof.gpu_suites.models import make_models
+from rollproof.gpu_suites.models import fits, given_models, make_models
+from rollproof.gpu_suites.needs import free_gpus
 from rollproof.gpu_suites.reporting import RunReport
 from rollproof.gpu_suites.rollouts import Sample, prompts_of, sample, sample_across
 from rollproof.gpu_suites.scorers import HfScorer, Scorer
+from rollproof.plugin import STATE
 
 SEQUENCES, TOKENS = 128, 288
 """36,864 tokens: what a relative interval of a few percent takes (docs/gap.md)."""
@@ -90,7 +93,9 @@ class Rollouts:
     async def _sampled(self, name: str, dtype: str) -> dict[str, list[Sample]]:
         settings = EngineSettings(model=self.checkpoints["A"], dtype=dtype, max_length=1024, max_batch=SEQUENCES, prefill_chunk=2048)
         engine = gap_engine(name, settings)
-        prompts = prompts_of(SEQUENCES, vocab=4096)
+        model = model_of(self.checkpoints["A"])
+        assert model is not None
+        prompts = prompts_of(SEQUENCES, vocab=model.vocab)
         try:
             await engine.start()
             whole = await sample(engine, prompts, tokens=TOKENS)
@@ -109,10 +114,16 @@ class Rollouts:
 
 
 @pytest.fixture(scope="module")
-def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Rollouts:
-    """Models and samples of this module."""
-    folder = Path(os.environ.get("ROLLPROOF_GPU_MODELS") or tmp_path_factory.mktemp("models"))
-    return Rollouts(checkpoints=make_models("tiny", folder))
+def rollouts(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config, rollproof_gpus: GpuFindings) -> Rollouts:
+    """Models and samples of this module: of a generated model, or of the one that ``--rollproof-model`` names."""
+    folder, own = tmp_path_factory.mktemp("models"), pytestconfig.stash[STATE].settings.model
+    if own is None:
+        return Rollouts(checkpoints=make_models("tiny", folder))
+    free = min((gpu.free for gpu in free_gpus(rollproof_gpus) if gpu.free is not None), default=0)
+    reason = fits(Path(own), free)
+    if reason is not None:
+        pytest.skip(reason)
+    return Rollouts(checkpoints=given_models(Path(own), folder))
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,9 @@ OPTIONS = (
     Option("expected", "file of expected failures (TOML; see docs/options.md)", "FILE"),
     Option("accept", "rewrite the file of expected failures so that it says what this session found", None, ""),
     Option("unknown", "what an unknown verdict does to its item: fail (it never counts as passed) or skip", "fail|skip", default="fail"),
-    Option("require-gpu", "fail instead of skipping where the GPU suites find no GPU", None, "bool", False),
+    Option("require-gpu", "fail instead of skipping what the GPU suites cannot run on this host", None, "bool", False),
+    Option("gpu-report", "folder for the report of the GPU suites (run.json, run.html)", "DIR"),
+    Option("model", "folder of a MoE checkpoint on which the GPU suites measure the gap; default: a generated one", "DIR"),
 )
 
 
@@ -68,6 +70,8 @@ class Settings(NamedTuple):
     accept: bool
     unknown: str
     require_gpu: bool
+    gpu_report: str | None
+    model: str | None
 
 
 class State:
@@ -143,6 +147,8 @@ def _settings(config: pytest.Config) -> Settings:
         accept=bool(values["accept"]),
         unknown=values["unknown"],
         require_gpu=bool(values["require-gpu"]),
+        gpu_report=_path(config, "rollproof_gpu_report"),
+        model=_path(config, "rollproof_model"),
     )
 
 
