@@ -119,9 +119,18 @@ class _Pipe(asyncio.Transport):
         """Data of the other side, or its end (``None``)."""
         if self._closing:
             return
-        if self._paused:
+        if self._paused or self._waiting:  # behind what waits already
             self._waiting.append(data)
-        elif data is not None:
+        else:
+            self._deliver(data)
+
+    def _drain(self) -> None:
+        """Deliver what came while reading was paused, in order, until it is paused again."""
+        while self._waiting and not (self._paused or self._closing):
+            self._deliver(self._waiting.pop(0))
+
+    def _deliver(self, data: bytes | None) -> None:
+        if data is not None:
             self._protocol.data_received(data)
         elif not self._protocol.eof_received():
             self.close()
@@ -140,9 +149,8 @@ class _Pipe(asyncio.Transport):
 
     def resume_reading(self) -> None:
         self._paused = False
-        waiting, self._waiting = self._waiting, []
-        for data in waiting:
-            self._loop.call_soon(self.arrive, data)
+        if self._waiting:
+            self._loop.call_soon(self._drain)
 
     def is_reading(self) -> bool:
         return not (self._paused or self._closing)
