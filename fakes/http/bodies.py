@@ -66,7 +66,7 @@ def token_ids(value: Any, name: str, vocab: int) -> tuple[int, ...]:
     if not isinstance(value, list) or any(type(token) is not int for token in value):
         raise BadRequest(f"{name} must be a list of token ids.", malformed=True, param=name)
     if value and not (min(value) >= 0 and max(value) < vocab):
-        raise BadRequest(f"{name} holds ids outside of the vocabulary of {vocab}.", param=name)
+        raise BadRequest(f"{name} holds ids outside of the vocabulary of {vocab}.")
     return tuple(value)
 
 

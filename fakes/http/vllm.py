@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.failures import BadCall
@@ -22,18 +22,18 @@ from rollproof.fakes.http.private import private_endpoints
 from rollproof.fakes.http.sglang_call import last_logprob
 from rollproof.fakes.http.telling import told_endpoints
 from rollproof.fakes.http.vllm_call import VllmCall
+from rollproof.fakes.http.vllm_control import Control
 from rollproof.fakes.http.vllm_parts import ChatPart, CompletionPart, Part, TokensPart
 from rollproof.records import EngineOutput
-from rollproof.trace import PauseMode
 
 __all__ = ["vllm_app"]
 
-_MODES = {"abort": PauseMode.ABORT, "wait": PauseMode.WAIT, "keep": PauseMode.KEEP}
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def vllm_app(backing: Backing) -> Face:
     """The application; ``backing`` is its engine."""
-    calls, control = _Calls(backing), _Control(backing)
+    calls, control = _Calls(backing), Control(backing)
     endpoints: Endpoints = {
         "/inference/v1/generate": calls.generate,
         "/v1/completions": calls.completions,
@@ -58,6 +58,11 @@ def vllm_app(backing: Backing) -> Face:
         "/finish_weight_update": control.finish,
         "/update_weight_version": control.relabel,
         "/weight_info": {"GET": control.weight_info},
+        "/weight_checker": control.check_weights,
+        "/tokenize": control.tokenize,
+        "/detokenize": control.detokenize,
+        "/metrics": {"GET": control.metrics},
+        "/kv_event_sources": {"GET": control.event_sources},
         "/get_world_size": {"GET": control.world_size},
         "/health": {"GET": control.health},
         "/ping": {"GET": control.health, "POST": control.health},
@@ -73,18 +78,12 @@ def vllm_app(backing: Backing) -> Face:
         most=backing.options.max_body,
         faults=backing.faults,
         alive=lambda: backing.engine.alive,
-        not_found=_http_error("Not Found", 404),
-        not_allowed=_http_error("Method Not Allowed", 405),
     )
 
 
 def _wrong(error: BadRequest) -> Mapping[str, Any]:
     kind = "Bad Request" if error.malformed else "InternalServerError" if error.status >= 500 else "BadRequestError"
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.status}}
-
-
-def _http_error(text: str, status: int) -> Mapping[str, Any]:
-    return {"error": {"message": text, "type": text, "param": None, "code": status}}
 
 
 class _Calls:
@@ -107,9 +106,7 @@ class _Calls:
         if call.stream:
             return Events(self._streamed(asked, call, TokensPart(self._backing, call)))
         outputs = await self._outputs(asked, call)
-        blank = dict.fromkeys(
-            ("prompt_logprobs", "prompt_token_id_logprobs", "mm_placeholders", "metrics", "kv_transfer_params", "ec_transfer_params")
-        )
+        blank = dict.fromkeys(("prompt_logprobs", "prompt_token_id_logprobs", "mm_placeholders", "metrics", *_TRANSFERS))
         head = {"request_id": call.id, "model": call.model, "created": int(time.time()), "usage": self._usage(call, outputs)}
         choices = [written.tokens_choice(call, i, output, self._backing) for i, output in enumerate(outputs)]
         tail = {"prompt_token_ids": list(ids) if call.token_ids else None, "output_mode": "tokens", "choices": choices}
@@ -126,7 +123,7 @@ class _Calls:
             written.completion_choice(call, i, one.prompt, output, self._backing)
             for i, (one, output) in enumerate(zip(wanted, outputs, strict=True))
         ]
-        blank = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"))
+        blank = {**dict.fromkeys(("service_tier", *_TRANSFERS, "metrics")), "system_fingerprint": written.FINGERPRINT}
         reply = {**written.envelope(call, "text_completion"), "choices": choices, "usage": self._usage(call, outputs)}
         return _compact({**reply, **blank})
 
@@ -148,13 +145,17 @@ class _Calls:
             "metrics",
         )
         reply = {**written.envelope(call, "chat.completion"), "choices": choices, "usage": self._usage(call, outputs)}
-        return _compact({**reply, **dict.fromkeys(names), "prompt_token_ids": list(ids) if call.token_ids else None})
+        given = {"prompt_token_ids": list(ids) if call.token_ids else None, "system_fingerprint": written.FINGERPRINT}
+        return _compact({**reply, **dict.fromkeys(names), **given})
 
     def _body(self, asked: Asked) -> dict[str, Any]:
         media = (asked.header("content-type") or "").partition(";")[0].strip().lower()
         if media != "application/json":
-            raise BadRequest("1 validation error: Only 'application/json' is allowed", malformed=True, param="header.content-type")
-        return asked.body(empty=False)
+            raise BadRequest("1 validation error: Only 'application/json' is allowed", malformed=True)
+        try:
+            return asked.body(empty=False)
+        except BadRequest as error:
+            raise BadRequest(f"1 validation error: {error}", malformed=True, param="body") from None
 
     def _prompts(self, body: Mapping[str, Any]) -> list[tuple[int, ...]]:
         prompt, vocab = body.get("prompt"), self._backing.vocab
@@ -162,12 +163,18 @@ class _Calls:
             return [words_of(prompt, vocab)]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             return [words_of(one, vocab) if isinstance(one, str) else token_ids(one, "prompt", vocab) for one in prompt]
+        if prompt == []:
+            raise BadRequest("You must pass at least one prompt")
         if not prompt:
             raise BadRequest("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
         return [token_ids(prompt, "prompt", vocab)]
 
     def _text(self, body: Mapping[str, Any]) -> str:
-        messages = body.get("messages")
+        messages = body.get("messages", ...)
+        if messages is None:
+            raise BadRequest("'NoneType' object is not iterable")
+        if messages == []:
+            raise BadRequest("Cannot apply chat template to an empty conversation.")
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise BadRequest("1 validation error: messages must be a list of objects.", malformed=True, param="body.messages")
         words = [message.get("content") for message in messages]
@@ -229,157 +236,6 @@ class _Calls:
                 await self._backing.engine.abort(call.id)
                 await asyncio.gather(*tasks, return_exceptions=True)
         yield b"data: [DONE]\n\n"
-
-
-class _Control:
-    """The endpoints by which a trainer holds and updates the engine."""
-
-    def __init__(self, backing: Backing) -> None:
-        self._backing = backing
-        self._engine = backing.engine
-        self._asleep = False
-
-    async def pause(self, asked: Asked) -> Answer:
-        mode, clear = self._mode(asked), self._flag(asked, "clear_cache", default=True)
-        await self._engine.pause(_MODES[mode], clear_cache=clear)
-        return JSONResponse({"status": "paused"})
-
-    async def resume(self, asked: Asked) -> Answer:
-        await self._engine.resume()
-        return JSONResponse({"status": "resumed"})
-
-    async def is_paused(self, asked: Asked) -> Answer:
-        return JSONResponse({"is_paused": self._engine.paused})
-
-    async def abort(self, asked: Asked) -> Answer:
-        """All, where no ids are given."""
-        wanted = field(asked.body(empty=False), "request_ids", (list, str), None)
-        rids = [wanted] if isinstance(wanted, str) else wanted or []
-        if rids:
-            for rid in rids:
-                await self._engine.abort(str(rid))
-            return JSONResponse({"status": "aborted", "aborted": len(rids)})
-        hit = await self._engine.abort("*")
-        return JSONResponse({"status": "aborted", "aborted": len(hit)})
-
-    async def abort_by_id(self, asked: Asked) -> Answer:
-        wanted = field(asked.body(empty=False), "request_ids", (list, str), None)
-        if wanted is None:
-            raise BadRequest("Missing 'request_ids' in request body", malformed=True)
-        for rid in [wanted] if isinstance(wanted, str) else wanted:
-            await self._engine.abort(str(rid))
-        return Response(status_code=200)
-
-    async def reset(self, asked: Asked) -> Answer:
-        """Fails while calls hold blocks, unless they are preempted."""
-        running = [call.call_id for call in self._engine.in_flight if call.running]
-        if running and not self._flag(asked, "reset_running_requests", default=False):
-            return JSONResponse({"success": False})
-        for call_id in running:
-            self._engine.evict(call_id)
-        self._engine.reset_prefix_cache()
-        return JSONResponse({"success": True})
-
-    async def nothing(self, asked: Asked) -> Answer:
-        return Response(status_code=200)
-
-    async def sleep(self, asked: Asked) -> Answer:
-        level, mode = asked.query("level", "1") or "", self._mode(asked)
-        if level not in ("0", "1", "2"):
-            raise BadRequest(f"1 validation error: level must be 0 to 2, not {level!r}.", malformed=True, param="query.level")
-        await self._engine.pause(_MODES[mode], clear_cache=level != "0")
-        self._asleep = True
-        return JSONResponse({"status": "sleeping", "level": int(level)})
-
-    async def wake_up(self, asked: Asked) -> Answer:
-        tags = asked.queries("tags") or None
-        if tags is None or "kv_cache" in tags:
-            self._asleep = False
-            await self._engine.resume()
-        return JSONResponse({"status": "sleeping" if self._asleep else "awake", "tags": tags})
-
-    async def is_sleeping(self, asked: Asked) -> Answer:
-        return JSONResponse({"is_sleeping": self._asleep})
-
-    async def collective_rpc(self, asked: Asked) -> Answer:
-        """A method whose name speaks of loading or updating weights loads some."""
-        body = asked.body(empty=False)
-        method = field(body, "method", str, None)
-        if method is None:
-            raise BadRequest("Missing 'method' in request body", malformed=True)
-        if "weight" in method and method.startswith(("reload", "load", "update", "receive")):
-            arguments = field(body, "kwargs", dict, {})
-            await self._backing.load_or_refuse(arguments.get("weights_path") or arguments.get("weight_dir"), None, flush=False)
-        return JSONResponse({"results": [None]})
-
-    async def init_transfer(self, asked: Asked) -> Answer:
-        if field(asked.body(), "init_info", dict, None) is None:
-            raise BadRequest("1 validation error: init_info is required.", malformed=True, param="body.init_info")
-        return JSONResponse({"message": "Weight transfer initialized"})
-
-    def said(self, message: str) -> Callable[[Asked], Any]:
-        """An endpoint that has nothing to do here."""
-
-        async def say(_asked: Asked) -> Answer:
-            return JSONResponse({"message": message})
-
-        return say
-
-    async def update(self, asked: Asked) -> Answer:
-        """VLLM's own (``update_info``), and prime-rl's (``weight_dir``)."""
-        body = asked.body()
-        info = field(body, "update_info", dict, None)
-        if info is None and "weight_dir" not in body:
-            raise BadRequest("1 validation error: update_info is required.", malformed=True, param="body.update_info")
-        name = field(body if info is None else info, "weight_dir", str, None)
-        label = field(body, "weight_version", (str, int), None)
-        await self._backing.load_or_refuse(name, None if label is None else str(label), flush=False)
-        return JSONResponse({"message": "Weights updated"} if info is not None else {"status": "ok"})
-
-    async def finish(self, asked: Asked) -> Answer:
-        label = field(asked.body(), "weight_version", str, None)
-        if label is not None:
-            self._backing.relabel(label)
-        return JSONResponse({"message": "Weight update finished"})
-
-    async def relabel(self, asked: Asked) -> Answer:
-        label = asked.body().get("new_version")
-        if not isinstance(label, str):
-            raise BadRequest("1 validation error: new_version must be a text.", malformed=True, param="body.new_version")
-        self._backing.relabel(label)
-        return JSONResponse({"success": True, "new_version": label})
-
-    async def weight_info(self, asked: Asked) -> Answer:
-        return JSONResponse({"weight_version": self._backing.label})
-
-    async def world_size(self, asked: Asked) -> Answer:
-        return JSONResponse({"world_size": 1})
-
-    async def version(self, asked: Asked) -> Answer:
-        return JSONResponse({"version": "fake"})
-
-    async def load(self, asked: Asked) -> Answer:
-        loads = self._backing.loads()
-        return JSONResponse({"server_load": loads["running"] + loads["waiting"]})
-
-    async def health(self, asked: Asked) -> Answer:
-        return Response(status_code=200)
-
-    async def models(self, asked: Asked) -> Answer:
-        entry = {"id": "fake", "object": "model", "created": int(time.time()), "owned_by": "vllm", "root": "fake", "parent": None}
-        return JSONResponse({"object": "list", "data": [{**entry, "max_model_len": self._backing.max_length, "permission": []}]})
-
-    def _mode(self, asked: Asked) -> str:
-        mode = asked.query("mode", "abort") or ""
-        if mode not in _MODES:
-            raise BadRequest(f"1 validation error: mode must be one of {list(_MODES)}, not {mode!r}.", malformed=True, param="query.mode")
-        return mode
-
-    def _flag(self, asked: Asked, name: str, *, default: bool) -> bool:
-        text = (asked.query(name) or str(default)).lower()
-        if text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
-            raise BadRequest(f"1 validation error: {name} must be a boolean, not {text!r}.", malformed=True, param=f"query.{name}")
-        return text in ("true", "1", "yes", "on")
 
 
 def _compact(body: Mapping[str, Any]) -> Response:

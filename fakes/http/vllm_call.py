@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollproof.fakes.http.asgi import Asked
 
 __all__ = [
+    "FINGERPRINT",
     "VllmCall",
     "chat_choice",
     "completion_choice",
@@ -33,6 +34,8 @@ __all__ = [
 
 _KEPT = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "min_tokens", "repetition_penalty")
 _MOST_LOGPROBS = 20
+FINGERPRINT = "vllm-fake"
+"""What the server calls its build."""
 
 
 class VllmCall:
@@ -57,18 +60,23 @@ class VllmCall:
         self.model: str = field(body, "model", str, "fake")
         self.samples: int = field(sampling, "n", int, 1)
         if not 1 <= self.samples <= 256:
-            raise BadRequest(f"n must be at least 1 and at most 256, got {self.samples}.", param="n")
+            raise BadRequest(f"n must be at least 1 and at most 256, got {self.samples}.")
         temperature = field(sampling, "temperature", (int, float), 1.0)
         if temperature < 0:
             raise BadRequest(f"temperature must be non-negative, got {temperature}.", param="temperature")
         self.top: int | None = _top(sampling.get("logprobs"), sampling.get("top_logprobs"))
         self.token_ids: bool = field(body, "return_token_ids", bool, False)
         self.as_ids: bool = field(body, "return_tokens_as_token_ids", bool, False)
-        self.spans: bool = field(body, "return_weight_versions", bool, False)
         self.stream: bool = field(body, "stream", bool, False)
         self.options: Mapping[str, Any] = field(body, "stream_options", dict, {})
         self.routes_start: int = field(sampling, "routed_experts_prompt_start", int, field(body, "routed_experts_prompt_start", int, 0))
         self.sampling = {name: sampling[name] for name in _KEPT if isinstance(sampling.get(name), int | float | str | bool)}
+        longest = min(map(len, prompts), default=0)
+        if not 0 <= self.routes_start <= longest:
+            raise BadRequest(
+                f"routed_experts_prompt_start must be between 0 and the length of the prompt ({longest}), got {self.routes_start}.",
+                param="routed_experts_prompt_start",
+            )
         self.id = prefix + (asked.header("x-request-id") or field(body, "request_id", str, None) or uuid.uuid4().hex)
         self.max_tokens = [self._budget(prompt, sampling, default, backing.max_length) for prompt in prompts]
 
@@ -111,8 +119,8 @@ def _top(logprobs: Any, top: Any) -> int | None:
         return None
     if logprobs is True:
         return top if isinstance(top, int) else 0
-    if not isinstance(logprobs, int) or not -1 <= logprobs <= _MOST_LOGPROBS:
-        raise BadRequest(f"logprobs must be -1 to {_MOST_LOGPROBS}, got {logprobs!r}.", param="logprobs")
+    if not isinstance(logprobs, int) or not 0 <= logprobs <= _MOST_LOGPROBS:
+        raise BadRequest(f"Requested sample logprobs must be 0 to {_MOST_LOGPROBS}, got {logprobs!r}.", param="logprobs")
     return logprobs
 
 
@@ -163,18 +171,31 @@ def completion_choice(call: VllmCall, index: int, prompt: Sequence[int], output:
     logprobs = None
     if call.top is not None and output.logprobs is not None:
         logprobs = completion_logprobs(call, output.token_ids, output.logprobs.tolist())
-    choice = {
+    echoed = _echoed(call, prompt, logprobs, backing) if call.body.get("echo") and logprobs is not None else None
+    return {
         "index": index,
         "text": f"{text_of(prompt)} {text}" if call.body.get("echo") else text,
         "logprobs": logprobs,
         "finish_reason": finish_of(output),
         "stop_reason": None,
         "token_ids": list(output.token_ids) if call.token_ids else None,
-        "prompt_logprobs": None,
+        "prompt_logprobs": echoed,
         "prompt_token_ids": list(prompt) if call.token_ids else None,
         "routed_experts": routes_of(output, backing),
     }
-    return {**choice, "weight_versions": spans_of(output, backing)} if call.spans else choice
+
+
+def _echoed(call: VllmCall, prompt: Sequence[int], logprobs: dict[str, Any], backing: Backing) -> list[Any]:
+    """Lay the prompt's tokens before the sampled ones; gives ``prompt_logprobs``. The first token has none."""
+    values = backing.policy.logprobs(backing.engine.version, prompt, 1).tolist()
+    before = completion_logprobs(call, prompt, [0.0, *values])
+    before["token_logprobs"][0] = before["top_logprobs"][0] = None
+    for name, given in before.items():
+        logprobs[name] = given + logprobs[name]
+    told = [
+        {str(token): {"logprob": value, "rank": 1, "decoded_token": f"w{token}"}} for token, value in zip(prompt[1:], values, strict=True)
+    ]
+    return [None, *told]
 
 
 def completion_logprobs(call: VllmCall, tokens: Sequence[int], logprobs: Sequence[float], offset: int = 0) -> dict[str, Any]:
@@ -194,7 +215,7 @@ def chat_choice(call: VllmCall, index: int, output: EngineOutput, backing: Backi
     logprobs = None
     if call.top is not None and output.logprobs is not None:
         logprobs = chat_logprobs(call, output.token_ids, output.logprobs.tolist())
-    choice = {
+    return {
         "index": index,
         "message": {"role": "assistant", "content": text_of(output.token_ids), **blank, "reasoning": None},
         "logprobs": logprobs,
@@ -203,7 +224,6 @@ def chat_choice(call: VllmCall, index: int, output: EngineOutput, backing: Backi
         "token_ids": list(output.token_ids) if call.token_ids else None,
         "routed_experts": routes_of(output, backing),
     }
-    return {**choice, "weight_versions": spans_of(output, backing)} if call.spans else choice
 
 
 def chat_logprobs(call: VllmCall, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:

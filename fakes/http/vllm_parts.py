@@ -27,13 +27,17 @@ class Part:
         return []
 
     def chunk(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
-        return {**written.envelope(self.call, self.kind), "choices": [self.choice(index, tokens, logprobs, output)]}
+        chunk = {**written.envelope(self.call, self.kind), "choices": [self.choice(index, tokens, logprobs, output)]}
+        if output is not None and not self.call.options.get("include_usage"):
+            chunk["system_fingerprint"] = written.FINGERPRINT
+        return chunk
 
     def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
         raise NotImplementedError("a part says how it is written")
 
     def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        return {**written.envelope(self.call, self.kind), "choices": [], "usage": _without_nulls(counts)}
+        head = written.envelope(self.call, self.kind)
+        return {**head, "choices": [], "usage": _without_nulls(counts), "system_fingerprint": written.FINGERPRINT}
 
 
 class CompletionPart(Part):
@@ -50,7 +54,7 @@ class CompletionPart(Part):
         choice |= {"finish_reason": None if output is None else written.finish_of(output), "stop_reason": None}
         prompt = list(call.wanted()[index].prompt) if call.token_ids and first else None
         choice |= {"prompt_token_ids": prompt, "token_ids": list(tokens) if call.token_ids else None}
-        return {**choice, "weight_versions": written.spans_of(output, self.backing)} if call.spans and output is not None else choice
+        return choice
 
 
 class ChatPart(Part):

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+DISABLED = ("vllm_generate_disabled",)
+"""Kinds that were recorded on a server which had the endpoint switched off."""
 SKIPPED: Mapping[str, str] = {
     "sglang_update_weights_from_disk-1": "the fake has no disk: every path is weights",
+    "vllm_chat_bad-3": "the fake serves models of every name: a stack may call its policy as it likes",
+    "vllm_completions_bad-7": "the same",
+    "vllm_completions_stream-3": "two samples at once: whose events come last is chance",
+    **dict.fromkeys(
+        ("vllm_weights-0", "vllm_weights-2", "vllm_weights-3", "vllm_weights-5", "vllm_weights-6"),
+        "the recorded server had no transfer engine, and failed; the fake has one",
+    ),
 }
 """Exchanges that are not compared, with the reason."""
 STATUS_ONLY: Mapping[str, str] = {
     "sglang_info-2": "the whole start-up configuration; the face has the part that stacks read",
     "sglang_info-3": "the same",
+    "vllm_collective_rpc-4": "what a worker's method returns is the worker's",
+    "vllm_weights-7": "checksums by the names of tensors",
+    "vllm_health-4": "permissions of the model card, which no stack reads",
 }
 """Exchanges of which only status and media type are compared, with the reason."""
 UNSTEADY = (
     "cached_tokens_details",  # an object where a prefix was cached, else null: it depends on what ran before
     "logprobs.top_logprobs[]",  # its keys are words
     "content[].top_logprobs",  # the fake has the sampled token's logprob, and no others
+    "decoded_token",
+    "prompt_logprobs[]",  # its keys are token ids
     "disable_health_check",  # an option that the gateway was recorded with
 )
 """Places whose content depends on more than the request."""
