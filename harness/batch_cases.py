@@ -78,6 +78,7 @@ class _Maker:
             return rows
         least = np.array(-1 if contract.final_row is Filler.MINUS_ONE else 0)
         final = np.arange(top_k) if contract.final_row is Filler.ARANGE else least
+        final = rows[-1:] if contract.final_row is Filler.PREVIOUS else final
         wide = rows.astype(np.int32) if contract.final_row is Filler.MINUS_ONE else rows
         return np.concatenate([wide, np.broadcast_to(final, (1, *rows.shape[1:])).astype(wide.dtype)])
 

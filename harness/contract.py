@@ -54,6 +54,8 @@ class Filler(StrEnum):
     ARANGE = "arange"
     ZEROS = "zeros"
     """Expert 0, top_k times: a legal id, so a trainer replays it. Allowed, and flagged."""
+    PREVIOUS = "previous"
+    """The row before it, once more: legal, distinct ids (verifiers)."""
 
 
 class LayerAxis(StrEnum):

@@ -167,12 +167,15 @@ def of(view: RequestView) -> RouteEvidence:
     return found
 
 
-def is_filler(rows: IntArray, kind: Filler, num_experts: int) -> BoolArray:
+def is_filler(rows: IntArray, kind: Filler, num_experts: int, before: IntArray | None = None) -> BoolArray:
     """Which rows ``(rows, layers, top_k)`` hold nothing but filler of ``kind``.
 
     ``arange`` is 0 to k-1 in every cell (SkyRL), or a run that goes on from cell to cell, modulo the number of experts
-    (slime). An unsigned type shows ``minus-one`` as its largest value.
+    (slime). An unsigned type shows ``minus-one`` as its largest value. What is ``previous`` is seen beside ``before`` alone, the row
+    ``(1, layers, top_k)`` that precedes the first one.
     """
+    if kind is Filler.PREVIOUS and before is not None and len(before):
+        return np.asarray((rows == np.concatenate([before, rows[:-1]])).all(axis=(1, 2)))
     if kind is Filler.ZEROS:
         return np.asarray(~rows.any(axis=(1, 2)))
     if kind is Filler.MINUS_ONE:

@@ -222,7 +222,9 @@ def _filler(view: RequestView, out: Collector) -> None:
             mine = np.array([one is kind for one in kinds])
             name = "filler rows of zeros (a legal expert id: a trainer replays them)" if kind is Filler.ZEROS else "filler rows"
             out.exercised(name, int(mine.sum()))
-            good = is_filler(rows, kind or Filler.NONE, contract.num_experts or 1)
+            good = is_filler(rows, kind or Filler.NONE, contract.num_experts or 1, evidence.delivered(max(0, low - 1), low))
+            if kind is Filler.PREVIOUS and evidence.attempt_at(low - 1) is not None:  # a wrong row before it is for other checks to tell
+                good |= is_filler(rows, kind, contract.num_experts or 1, evidence.expected(np.array([low - 1])))
             bad = low + np.flatnonzero(mine & ~good)
             if len(bad):
                 _wrong_filler(view, out, kind, bad.tolist())
@@ -231,7 +233,8 @@ def _filler(view: RequestView, out: Collector) -> None:
 def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, bad: list[int]) -> None:
     evidence, contract = route_evidence.of(view), view.contract
     row = evidence.delivered(bad[0], bad[0] + 1)
-    shown = next((str(other) for other in Filler if is_filler(row, other, contract.num_experts or 1)[0]), "ids that look like a choice")
+    before = evidence.delivered(max(0, bad[0] - 1), bad[0])
+    shown = next((str(one) for one in Filler if is_filler(row, one, contract.num_experts or 1, before)[0]), "ids that look like a choice")
     if contract.rows is Rows.CAPTURED_PREFIX:
         expected = f"rows up to position {bad[0] - 1}: the prefix that was captured, and nothing behind it"
         hint = "An uncaptured suffix that is handed over counts as captured (SkyRL #1908): cut it, or mask it and declare rows='T'."

@@ -33,6 +33,8 @@ __all__ = [
 
 STACKS: Mapping[str, str] = {
     "verl": "rollproof.stacks.verl",
+    "areal": "rollproof.stacks.areal",
+    "verifiers": "rollproof.stacks.verifiers",
 }
 """Name of each stack, and the module with its ``RELEASE`` and ``load(found) -> Stack``."""
 

@@ -32,6 +32,7 @@ _CONVENTIONS: dict[str, dict[str, Any]] = {
     "T, arange": {"rows": "T", "final_row": "arange"},
     "T, minus one": {"rows": "T", "final_row": "minus-one", "dtype": "int32"},
     "T, zeros": {"rows": "T", "final_row": "zeros", "filler": "zeros"},
+    "T, previous": {"rows": "T", "final_row": "previous"},
     "prefix": {"rows": "captured-prefix"},
 }
 _SEGMENTS = {
@@ -117,7 +118,7 @@ _FAULTS: dict[str, tuple[str, Callable[[Story], np.ndarray | None]]] = {
 }
 
 
-@pytest.mark.parametrize("convention", ["T-1", "latest prefill", "T, arange", "T, minus one", "prefix"])
+@pytest.mark.parametrize("convention", ["T-1", "latest prefill", "T, arange", "T, minus one", "T, previous", "prefix"])
 @pytest.mark.parametrize("model", ["plain", "dense first", "moe axis", "wide", "many experts", "top 1"])
 def test_one_fault_blames_one_check(model: str, convention: str) -> None:
     """Each fault, on every model and convention, is found by its own check and by no other."""
@@ -237,6 +238,18 @@ def test_the_wrong_filler_is_told_from_the_declared_one() -> None:
     assert (zeros.expected, zeros.observed) == ("arange filler, as the contract declares", "zeros in 1 row (position 9)")
     choice = only_finding(story.judged(_edit(story, -1, story.rows(9, 10, 2)[0])), "routes.filler")
     assert choice.observed == "ids that look like a choice in 1 row (position 9)"
+
+
+def test_a_repeated_row_is_filler_where_it_is_declared_and_only_of_its_neighbour() -> None:
+    """The row above once more passes; a row of elsewhere does not, and arange is told as such."""
+    story = Story(changes=_CONVENTIONS["T, previous"])
+    assert failing(story.judged(story.good())) == set()
+    other = only_finding(story.judged(_edit(story, -1, story.good()[3])), "routes.filler")
+    assert (other.expected, other.observed) == (
+        "previous filler, as the contract declares",
+        "ids that look like a choice in 1 row (position 9)",
+    )
+    assert only_finding(story.judged(_edit(story, -1, [0, 1])), "routes.filler").observed == "arange in 1 row (position 9)"
 
 
 def test_zeros_are_flagged_where_they_are_declared() -> None:

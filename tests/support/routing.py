@@ -33,7 +33,7 @@ class Segment:
 
 def filler(kind: str, like: np.ndarray) -> np.ndarray:
     """One row of filler, of the layers, top_k and type of the rows ``like``."""
-    value = {"minus-one": np.array(-1), "zeros": np.array(0), "arange": np.arange(like.shape[-1])}[kind]
+    value = {"minus-one": np.array(-1), "zeros": np.array(0), "arange": np.arange(like.shape[-1]), "previous": like[-1]}[kind]
     return np.broadcast_to(value, (1, *like.shape[1:])).astype(like.dtype)
 
 
