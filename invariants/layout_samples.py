@@ -116,9 +116,9 @@ def _complete(one: LayoutCall, out: Collector, owners: list[int | None]) -> None
         return
     sizes = set(one.event.out[0].reshape(-1).tolist())
     if _uneven(one) and len(sizes) == 1:
-        share, parts = sizes.pop(), one.call.parts
-        repeated = share == -(-len(wanted) // parts) and set(got) == set(wanted)
-        dropped = share == len(wanted) // parts and len(set(got)) == len(got)
+        size, parts = sizes.pop(), one.call.parts
+        repeated = size == -(-len(wanted) // parts) and set(got) == set(wanted)
+        dropped = size == len(wanted) // parts and len(set(got)) == len(got)
         if repeated or dropped:
             return
     out.finding(

@@ -312,3 +312,32 @@ def test_attributes_of_a_function_are_taken_as_they_are() -> None:
         assert message in str(caught.value)
     with pytest.raises(UsageError, match="takes the function to be judged, not a int"):
         layout_function("context", 5, MegatronLike.layout)  # type: ignore[arg-type]
+
+
+class _Repeats(MegatronLike):
+    def divide(self, layout: Layout, samples: Sequence[Any], parts: int) -> list[list[Any]]:
+        whole = [*samples, *samples[: -len(samples) % parts]]
+        return [whole[part::parts] for part in range(parts)]
+
+
+class _Drops(MegatronLike):
+    def divide(self, layout: Layout, samples: Sequence[Any], parts: int) -> list[list[Any]]:
+        return [list(samples[part : len(samples) // parts * parts : parts]) for part in range(parts)]
+
+
+class _RefusesUneven(MegatronLike):
+    def divide(self, layout: Layout, samples: Sequence[Any], parts: int) -> list[list[Any]]:
+        assert len(samples) % parts == 0, "the batch does not divide"
+        return super().divide(layout, samples, parts)
+
+
+class _LosesOne(MegatronLike):
+    def divide(self, layout: Layout, samples: Sequence[Any], parts: int) -> list[list[Any]]:
+        return super().divide(layout, samples[:-1] if len(samples) % parts else samples, parts)
+
+
+@pytest.mark.parametrize(("made", "failed"), [(_Repeats, set()), (_Drops, set()), (_RefusesUneven, set()), (_LosesOne, {"layout.samples"})])
+def test_an_uneven_division_may_repeat_drop_or_refuse(made: Any, failed: set[str]) -> None:
+    """Ranks of equal size, by repeating samples or dropping the rest, are right, and so is a refusal; losing one in silence is not."""
+    calls = [("divide", call) for call in layout_calls("divide", PLAIN, draws=12)]
+    assert failed == _failing(judge_layouts(made, calls=calls))
