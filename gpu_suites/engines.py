@@ -137,6 +137,7 @@ class Known:
 _BEYOND = (
     "vLLM 0.26 asserts routed_experts_prompt_start < len(prompt) in its scheduler: one such call ends the engine (docs/track-record.md)"
 )
+_WAITING = "SGLang 0.5.17 raises for a call that is aborted while it waits for the end of a pause (docs/track-record.md)"
 KNOWN: Mapping[str, Mapping[str, Known]] = MappingProxyType(
     {
         "vllm-0.26": {
@@ -159,7 +160,10 @@ KNOWN: Mapping[str, Mapping[str, Known]] = MappingProxyType(
             ),
             "parked": Known(
                 checks=("engine.refusals", "engine.paused-calls"),
-                reason="SGLang 0.5.17 raises for a call that is aborted while it waits for the end of a pause (docs/track-record.md)",
+                reason=_WAITING,
+            ),
+            "load": Known(
+                checks=("engine.refusals",), reason=_WAITING + ": a client that resumes during a pause loses its call", certain=False
             ),
         },
     }

@@ -21,7 +21,7 @@ class JudgedEngine:
 
     ``report`` is on all experiments but those of which faults are known, ``failed_in`` says in which of them a check failed.
     ``faults`` are the checks that failed in each experiment of which one is known, ``left_out`` those that were not run because the
-    engine does not survive them, and another one shows the same. ``seconds`` are those of each experiment.
+    engine does not survive them, and another one shows the same. ``seconds`` are those of each experiment, ``ours`` those of judging.
     """
 
     report: Report
@@ -29,6 +29,7 @@ class JudgedEngine:
     faults: Mapping[str, Sequence[str]]
     left_out: Sequence[str]
     seconds: Mapping[str, float]
+    ours: float = 0.0
 
     def surprises(self, known: Mapping[str, Known]) -> list[str]:
         """What is otherwise than known, one line each: checks that failed beside the known ones, and known faults that are gone."""
@@ -48,6 +49,7 @@ def judge_engine(target: EngineTarget, known: Mapping[str, Known]) -> JudgedEngi
     deadly = [name for name, one in known.items() if one.ends]
     names = [one.name for one in experiments_for(target.make(target.settings[Setting.MAIN]).contract) if one.name not in deadly[1:]]
     run = run_experiments(target, only=names, last=deadly)
+    ran = time.perf_counter()
     clean = [trace for trace in run.traces if trace.header.profile not in known]
     notes = [note for note in run.notes if note.partition(" ")[0] not in known]
     report = judged(target.name, EngineRun(traces=clean, notes=notes), seconds=time.perf_counter() - began)
@@ -55,12 +57,14 @@ def judge_engine(target: EngineTarget, known: Mapping[str, Known]) -> JudgedEngi
     for trace in clean if report.failed else ():
         for check in _failing(trace):
             failed_in.setdefault(check, []).append(str(trace.header.profile))
+    faults = {str(trace.header.profile): _failing(trace) for trace in run.traces if trace.header.profile in known}
     return JudgedEngine(
         report=report,
         failed_in=failed_in,
-        faults={str(trace.header.profile): _failing(trace) for trace in run.traces if trace.header.profile in known},
+        faults=faults,
         left_out=deadly[1:],
         seconds={name: round(seconds, 2) for name, seconds in run.seconds.items()},
+        ours=time.perf_counter() - ran,
     )
 
 

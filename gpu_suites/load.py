@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rollproof.contract import KvPolicy, Provenance
@@ -31,10 +32,11 @@ class Load:
     longest_response: int = 48
 
 
-def judge_load(target: EngineTarget, load: Load | None = None, *, seed: int = 0) -> Report:
+def judge_load(target: EngineTarget, load: Load | None = None, *, expected: Mapping[str, str] | None = None, seed: int = 0) -> Report:
     """Run the load on an engine of its own, with room for all calls, and judge what was recorded.
 
-    Raises ``EngineStartError`` where it does not start; where it dies on the way, that is judged.
+    ``expected`` maps ids of checks that are known to fail to the reason. Raises ``EngineStartError`` where the engine does not start; where
+    it dies on the way, that is judged.
     """
     began = time.perf_counter()
     asked = load or Load()
@@ -65,7 +67,7 @@ def judge_load(target: EngineTarget, load: Load | None = None, *, seed: int = 0)
         run.traces.append(on_virtual_clock(main))
     else:
         run.traces.append(asyncio.run(main()))
-    return judged(f"{target.name}, {asked.requests} calls at once", run, seed=seed, seconds=time.perf_counter() - began)
+    return judged(f"{target.name}, {asked.requests} calls at once", run, expected=expected, seed=seed, seconds=time.perf_counter() - began)
 
 
 async def run_load(bench: Bench, load: Load | None = None) -> None:

@@ -6,6 +6,7 @@ A control keeps every id legal and distinct, so that only its place is wrong; it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +19,7 @@ from rollproof.gap.limits import GapVerdict
 from rollproof.gap.measuring import measure
 from rollproof.gap.report import GapReport
 from rollproof.gpu_suites.rollouts import Sample, Unit, units_of
-from rollproof.gpu_suites.scorers import Scored, Scorer
+from rollproof.gpu_suites.scorers import Routes, Scored, Scorer
 from rollproof.records import IntArray
 
 __all__ = ["CONTROLS", "Cell", "Routed", "measure_cell", "routed"]
@@ -46,6 +47,7 @@ class Cell:
 
     ``effect`` compares R3, and the controls, with native routing, token by token. ``self_replay`` is the largest difference of a logprob
     between a recording pass and its replay over the same microbatches: what is not replayed exactly, or not deterministic, shows in it.
+    Of the ``seconds`` that it took, ``ours`` were not the trainer's.
     """
 
     engine: str
@@ -55,6 +57,8 @@ class Cell:
     effect: Comparison
     self_replay: float
     about: str = ""
+    seconds: float = 0.0
+    ours: float = 0.0
 
     @property
     def helps(self) -> bool:
@@ -76,6 +80,8 @@ class Cell:
             "n_tokens": self.effect.tokens,
             "n_sequences": self.effect.sequences,
             "self_replay_max_abs": self.self_replay,
+            "seconds": round(self.seconds, 1),
+            "seconds_ours": round(self.ours, 1),
             "effect": self.effect.to_dict(),
             "reports": {str(mode): _shortened(report) for mode, report in self.reports.items()},
         }
@@ -107,31 +113,45 @@ def measure_cell(
 
     ``limits`` name a profile of limits for a mode. Raises what the scorer raises, and ``GapError`` where nothing can be compared.
     """
+    began, spent = time.perf_counter(), 0.0
     units = list(units_of(samples))
-    native = scorer.score(units, None)
-    repeated = scorer.score(units, native.routes)
+
+    def score(routes: Routes, *, other: bool = False) -> Scored:
+        nonlocal spent
+        start = time.perf_counter()
+        try:
+            return scorer.score(units, routes, other=other)
+        finally:
+            spent += time.perf_counter() - start
+
+    native = score(None)
+    repeated = score(native.routes)
     scored: dict[Routed, Scored] = {Routed.NATIVE: native}
     if Routed.R2 in modes:
-        scored[Routed.R2] = scorer.score(units, native.routes, other=True)
+        scored[Routed.R2] = score(native.routes, other=True)
     for mode in (Routed.R3, *(one for one in CONTROLS if one in modes)):
-        scored[mode] = scorer.score(units, routed(units, mode, seed))
+        scored[mode] = score(routed(units, mode, seed))
     profiles = limits or {}
     reports = {
         mode: _measured(samples, units, one, profiles.get(mode), f"{engine} to {scorer.name}, {mode}") for mode, one in scored.items()
     }
+    effect = compare(
+        reports[Routed.R3].pairs,
+        reports[Routed.NATIVE].pairs,
+        controls={str(mode): reports[mode].pairs for mode in CONTROLS if mode in reports},
+        name="native",
+    )
+    whole = time.perf_counter() - began
     return Cell(
         engine=engine,
         trainer=scorer.name,
         dtype=scorer.dtype,
         reports=reports,
-        effect=compare(
-            reports[Routed.R3].pairs,
-            reports[Routed.NATIVE].pairs,
-            controls={str(mode): reports[mode].pairs for mode in CONTROLS if mode in reports},
-            name="native",
-        ),
+        effect=effect,
         self_replay=max(float(np.abs(a - b).max()) for a, b in zip(native.logprobs, repeated.logprobs, strict=True)),
         about=about,
+        seconds=whole,
+        ours=whole - spent,
     )
 
 

@@ -57,6 +57,7 @@ class RunReport:
     def ours(self, seconds: float) -> None:
         """Seconds that were spent in rollproof's own code, not in engines, trainers or models."""
         self._own += seconds
+        self._written()
 
     @property
     def empty(self) -> bool:

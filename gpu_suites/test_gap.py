@@ -165,6 +165,7 @@ def test_replay_lowers_the_gap_and_wrong_replay_raises_it(
     finally:
         scorer.close()
     rollproof_run.cell(cell.to_dict())
+    rollproof_run.ours(cell.ours)
     assert cell.effect.tokens >= 35_000
     assert cell.effect.sequences >= 64
     assert cell.controls_harm
@@ -186,6 +187,7 @@ def test_the_gap_across_a_weight_update(
     finally:
         scorer.close()
     rollproof_run.cell(cell.to_dict())
+    rollproof_run.ours(cell.ours)
     assert sum(len(one.segments) > 1 for one in samples) >= 32
     seam = {bucket.label: bucket for bucket in cell.reports[Routed.R3].buckets["since_resume"]}
     assert seam["before any"].tokens > 1000
