@@ -32,6 +32,7 @@ def aliased(report: GapReport) -> dict[str, float]:
     values |= dict.fromkeys(_LARGEST, largest)
     sums = report.panel.resampler.sums
     values |= {name: function(sums[sums[:, PLACE["finite"]] > 0]) for name, function in _OF_SEQUENCES.items()}
+    values["sampling_importance_ratio"] = report.panel.metrics["rho_mean_minus_1"].value + 1
     values["training/rollout_probs_diff_max"] = _largest_probability_difference(report)
     return dict(sorted(values.items()))
 
@@ -49,6 +50,11 @@ def _gaps(sums: FloatArray) -> FloatArray:
     return np.asarray(-sums[:, PLACE["d"]] / sums[:, PLACE["finite"]])
 
 
+def _products(sums: FloatArray) -> FloatArray:
+    """``(sequences,)``: the mean of exp(|d|)."""
+    return np.asarray(sums[:, PLACE["mult"]] / sums[:, PLACE["finite"]])
+
+
 def _mean(values: FloatArray) -> float:
     return float(values.mean()) if len(values) else math.nan
 
@@ -58,8 +64,11 @@ _OF_SEQUENCES: Mapping[str, Callable[[FloatArray], float]] = {
     "rollout_corr/log_ppl_diff_min": lambda sums: float(_gaps(sums).min(initial=math.inf)) if len(sums) else math.nan,
     "rollout_corr/ppl_ratio": lambda sums: _mean(np.exp(np.clip(_gaps(sums), -80, 80))),
     "rollout_corr/chi2_seq": lambda sums: _mean(np.exp(2 * np.clip(sums[:, PLACE["d"]], -_BOUND, _BOUND))) - 1,
+    "max_seq_mult_prob_error": lambda sums: float(_products(sums).max()) if len(sums) else math.nan,
+    "mean_seq_mult_prob_error": lambda sums: _mean(_products(sums)),
+    "min_seq_mult_prob_error": lambda sums: float(_products(sums).min()) if len(sums) else math.nan,
 }
-"""verl's metrics of whole sequences (its rollout_corr_helper)."""
+"""Metrics of whole sequences: verl's (its rollout_corr_helper) and NeMo-RL's (its GRPO)."""
 
 
 def _largest_probability_difference(report: GapReport) -> float:

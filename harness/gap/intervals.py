@@ -116,7 +116,8 @@ class Resampler:
         left, right = _pivot_ends(pivots, n)
         if least is not None:
             reach = error / (plain - lift)
-            ends = (lift + (plain - lift) * np.exp(-right * reach), lift + (plain - lift) * np.exp(-left * reach))
+            with np.errstate(over="ignore"):  # of few sequences nothing is known above
+                ends = (lift + (plain - lift) * np.exp(-right * reach), lift + (plain - lift) * np.exp(-left * reach))
         else:
             ends = (plain - right * error, plain - left * error)
         low, high = sorted(metric.factor * end + metric.shift for end in ends)

@@ -7,7 +7,8 @@ from typing import Any
 
 from rollproof.gap.buckets import bucketed
 from rollproof.gap.diagnosis import diagnose
-from rollproof.gap.limits import GapVerdict, Limits, limits_named
+from rollproof.gap.intervals import Interval
+from rollproof.gap.limits import GapVerdict, Limit, Limits, limits_named
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel, measure_panel
 from rollproof.gap.report import FEW_SEQUENCES, GapReport
@@ -43,7 +44,7 @@ def measure(
 def measure_pairs(pairs: TokenPairs, *, limits: Limits, subject: str = "gap", resamples: int = 1000, seed: int = 0) -> GapReport:
     """As ``measure``, of pairs that are already laid out."""
     panel = measure_panel(pairs, resamples=resamples, seed=seed)
-    verdicts = {name: limit.judge(panel.metrics[name]) for name, limit in limits.limits.items() if name in panel.metrics}
+    verdicts = {name: _judged(limit, panel.metrics[name], panel) for name, limit in limits.limits.items() if name in panel.metrics}
     buckets = bucketed(pairs, seed=seed)
     failing = panel.n_nonfinite > 0 or GapVerdict.FAIL in verdicts.values()
     return GapReport(
@@ -56,6 +57,12 @@ def measure_pairs(pairs: TokenPairs, *, limits: Limits, subject: str = "gap", re
         notes=tuple(_notes(pairs, panel, limits)),
         pairs=pairs,
     )
+
+
+def _judged(limit: Limit, interval: Interval, panel: Panel) -> GapVerdict:
+    """The limit's verdict; of few sequences nothing passes, since their interval cannot be trusted."""
+    verdict = limit.judge(interval)
+    return GapVerdict.INCONCLUSIVE if verdict is GapVerdict.PASS and panel.n_sequences < FEW_SEQUENCES else verdict
 
 
 def _notes(pairs: TokenPairs, panel: Panel, limits: Limits) -> list[str]:

@@ -196,7 +196,8 @@ def _limited(interval: Interval, limit: Limit, verdict: GapVerdict, tokens: int)
     word, style = _WORDS[verdict]
     yield style, _ROW.format(word, limit.metric, *_told(interval), f"{limit.target:.3g}", f"{_SIGNS[limit.side]} {limit.fail:.3g}").rstrip()
     if verdict is GapVerdict.INCONCLUSIVE:
-        needed = limit.tokens_needed(interval, tokens)
+        few = limit.judge(interval) is not GapVerdict.INCONCLUSIVE
+        needed = None if few else limit.tokens_needed(interval, tokens)
         yield style, f"{_INDENT}about {rounded(needed)} tokens would decide" if needed else f"{_INDENT}more sequences are needed"
     yield Style.FAINT, _INDENT + textwrap.shorten(limit.source, _WIDTH - len(_INDENT), placeholder=" ...")
 

@@ -15,6 +15,20 @@ from rollproof.gap.metrics import METRICS
 from rollproof.gap.pairs import FloatArray
 
 SHAPE = (16, 40)
+FROZEN_GENERATION = [[-0.5, -1.25, -0.01, -3.0, -0.2], [-2.0, -0.75, -1.5, -0.1, -0.3], [-0.9, -0.05, -4.5, -0.6, -1.1]]
+FROZEN_TRAINER = [[-0.4, -1.5, -0.02, -2.25, -0.2], [-2.5, -0.7, -1.4, -0.15, -9.0], [-0.95, -0.04, -3.0, -0.61, -1.0]]
+FROZEN_MASK = [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [0, 1, 1, 1, 0]]
+NEMO_RL = {
+    "token_mult_prob_error": 1.4895391907999218,
+    "gen_kl_error": 0.20808439327203923,
+    "max_seq_mult_prob_error": 2.167263134835467,
+    "mean_seq_mult_prob_error": 1.5615403446364897,
+    "min_seq_mult_prob_error": 1.2141085953819561,
+    "sampling_importance_ratio": 1.348917725654678,
+}
+"""What NeMo-RL's code (7ea279abf: algorithms/loss/loss_functions.py from line 406, grpo.py from line 2547, utils.py) says of these arrays, in
+float64: ``PYTHONPATH=. python tests/gap/freeze_nemo_rl.py CHECKOUT``. Its policy_kl_error (0.0950) and js_divergence_error (0.0307) estimate
+nothing that goes by their names, since the tokens are the engine's: they have no metric here."""
 
 
 def _measured() -> tuple[GapReport, FloatArray, FloatArray, FloatArray]:
@@ -87,6 +101,15 @@ def test_verl_debug_metrics() -> None:
     }
     ours = report.aliased()
     assert theirs == pytest.approx({name: ours[name] for name in theirs}, rel=1e-6)
+
+
+def test_nemo_rl_metrics() -> None:
+    """NeMo-RL's own code gave these numbers of these arrays: ours are the same to the 1e-8 that it adds to its token count."""
+    generation, trainer, mask = (np.array(array) for array in (FROZEN_GENERATION, FROZEN_TRAINER, FROZEN_MASK))
+    sequence = np.repeat(np.arange(len(mask)), mask.shape[1])
+    report = measure(generation.ravel(), trainer.ravel(), sequence_id=sequence, mask=mask.ravel(), resamples=100)
+    found = report.aliased()
+    assert pytest.approx({name: found[name] for name in NEMO_RL}, rel=1e-8) == NEMO_RL
 
 
 def test_nothing_measured_has_no_number() -> None:
