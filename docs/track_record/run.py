@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FRAMEWORKS = (
-    "areal", "areno", "megatron", "miles", "nemo_automodel", "openrlhf", "rlinf", "sglang", "skyrl", "trl", "verifiers", "verl",
+    "areal", "areno", "megatron", "miles", "nemo_automodel", "openrlhf", "rlinf", "sglang", "skyrl", "slime", "trl", "verifiers", "verl",
 )  # fmt: skip
 """Packages whose name begins that of their scripts."""
 
@@ -23,7 +23,7 @@ def scripts(prefixes):
     """Scripts by name; stand-ins are not scripts. Those of Megatron are left out where it is not installed."""
     kinds = [kind for kind in FRAMEWORKS if importlib.util.find_spec(kind)]
     names = sorted(path.stem for kind in kinds for path in HERE.glob(f"{kind}_*.py") if not path.stem.endswith("stub"))
-    names = [name for name in names if "skyrl" not in name or importlib.util.find_spec("skyrl")]
+    names = [name for name in names if "_skyrl" not in name or importlib.util.find_spec("skyrl")]
     return [name for name in names if not prefixes or name.startswith(tuple(prefixes))]
 
 

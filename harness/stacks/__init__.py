@@ -35,6 +35,10 @@ STACKS: Mapping[str, str] = {
     "verl": "rollproof.stacks.verl",
     "areal": "rollproof.stacks.areal",
     "verifiers": "rollproof.stacks.verifiers",
+    "skyrl": "rollproof.stacks.skyrl",
+    "trl": "rollproof.stacks.trl",
+    "openrlhf": "rollproof.stacks.openrlhf",
+    "slime": "rollproof.stacks.slime",
 }
 """Name of each stack, and the module with its ``RELEASE`` and ``load(found) -> Stack``."""
 

@@ -29,7 +29,7 @@ class IdTokenizer:
     def __init__(self, turns: Sequence[tuple[int, ...]] = (), eos_token_id: int = 0) -> None:
         self.turns: list[tuple[int, ...]] = [tuple(turn) for turn in turns]
         self.eos_token_id = eos_token_id
-        self.eos_token: str = str(eos_token_id)
+        self.eos_token: str = "<eos>"  # a text that no ids spell: stacks cut it off the end of a turn
         self.padding_side = "right"
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **_options: Any) -> list[int]:

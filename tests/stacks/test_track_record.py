@@ -34,18 +34,16 @@ def test_every_script_that_the_record_links_to_exists() -> None:
     assert {path.name for path in SCRIPTS} == set(re.findall(r"\(track_record/(\w+\.py)\)", RECORD))
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("verl") is None,
-    reason="verl is not installed: pip install -r harness/stacks/requirements/verl.txt && pip install --no-deps verl==0.9.1",
-)
-def test_the_record_holds_what_the_scripts_print_on_the_installed_release() -> None:
-    """Line by line, in a process of its own: the scripts and rollproof's adapters put different stand-ins for Ray into verl."""
+@pytest.mark.parametrize("stack", ["verl", "skyrl", "trl", "openrlhf"])
+def test_the_record_holds_what_the_scripts_print_on_the_installed_release(stack: str) -> None:
+    """Line by line, in a process of its own: the scripts and rollproof's adapters put different stand-ins into a framework."""
+    if importlib.util.find_spec(stack) is None:
+        pytest.skip(f"{stack} is not installed: see harness/stacks/requirements/{stack}.txt")
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run(
-        [sys.executable, str(DOCS / "track_record" / "run.py")], capture_output=True, text=True, env=env, timeout=300, check=False
-    )
+    command = [sys.executable, str(DOCS / "track_record" / "run.py"), f"{stack}_"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     assert 0 == done.returncode, done.stderr[-2000:]
-    prefix = f"verl {installed_version('verl')}: "
+    prefix = f"{stack} {installed_version(stack)}: "
     printed = [line for line in done.stdout.splitlines() if line.startswith(prefix)]
     recorded = [line for line in RECORD.splitlines() if line.startswith(prefix)]
     assert sorted(recorded) == sorted(printed)

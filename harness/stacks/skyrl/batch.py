@@ -27,14 +27,17 @@ _RANKS = 2
 
 
 def batch_contract(skyrl: SkyRL) -> Contract:
-    """Samples as SkyRL's generator hands them over; more experts than a byte can count, a dense layer before the MoE layers."""
+    """Samples as SkyRL's generator hands them over; more experts than a byte can count, a dense layer before the MoE layers.
+
+    Since 0.4.0 a sample without tokens does not get so far: the client refuses it where routes are wanted.
+    """
     arrays = skyrl.facts.routes is RouteForm.ARRAYS
     return Contract(
         rows=Rows.CAPTURED_PREFIX,
         resume=ResumeBy.ENGINE,
         versions=Versions.NONE,
         logprobs=Logprobs.RAW,
-        abort_surfaces=True,
+        abort_surfaces=not arrays,
         kv_policy=KvPolicy.KEEP,
         missing_logprobs=MissingLogprobs.MASKED,
         loss_mask=True,
@@ -135,7 +138,10 @@ def _trainer(size: int) -> Any:
     )
     generator = SimpleNamespace(n_samples_per_prompt=1, step_wise_trajectories=False)
     return SimpleNamespace(
-        tokenizer=IdTokenizer(), cfg=SimpleNamespace(trainer=trainer, generator=generator), all_metrics={}, all_timings={}
+        tokenizer=IdTokenizer(),
+        cfg=SimpleNamespace(trainer=trainer, generator=generator),
+        dispatch=SimpleNamespace(get_lcm_dp_size=lambda: _RANKS),
+        all_metrics={},
     )
 
 

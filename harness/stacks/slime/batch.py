@@ -1,0 +1,122 @@
+"""slime's way from samples to the ranks, as a batch subject.
+
+That is ``_convert_samples_to_train_data``, ``_split_train_data_by_dp`` and ``process_rollout_data``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.records import BatchRow, Rollout
+from rollproof.stacks.slime.imported import Slime
+
+__all__ = ["RankData"]
+
+_RANKS = 2
+_LAYERS, _TOP_K = 4, 3
+
+
+class RankData:
+    """Samples go in as a list, and come out as what the data-parallel ranks hold, without padding; one sample goes to one rank."""
+
+    contract: Contract = Contract(
+        rows=Rows.FORWARDED,
+        resume=ResumeBy.CLIENT,
+        versions=Versions.CALL,
+        logprobs=Logprobs.TEMPERATURE_SCALED,
+        abort_surfaces=False,
+        kv_policy=KvPolicy.RECOMPUTE,
+        missing_logprobs=MissingLogprobs.NEVER,
+        loss_mask=True,
+        layer_axis=LayerAxis.ALL,
+        num_layers=_LAYERS,
+        moe_layers=(1, 2, 3),
+        num_experts=300,
+        top_k=_TOP_K,
+        filler=Filler.NONE,
+        dtype="uint16|int16|int32|int64",
+        provenance=Provenance.LATEST_PREFILL,
+    )
+
+    def __init__(self, slime: Slime) -> None:
+        self._slime = slime
+        manager = slime.manager.RolloutManager
+        # Ray wraps the class; what is inside is slime's
+        self._manager = getattr(getattr(manager, "__ray_metadata__", None), "modified_class", manager)
+
+    def collate(self, samples: list[Rollout]) -> Any:
+        """What each rank holds, after a journey by pickle, and the names of the samples."""
+        ranks = min(_RANKS, len(samples))
+        manager = object.__new__(self._manager)
+        manager.args = _arguments(len(samples))
+        manager.custom_convert_samples_to_train_data_func = None
+        manager.custom_reward_post_process_func = None
+        manager.train_parallel_config = {"dp_size": ranks, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+        ray = SimpleNamespace(put=pickle.dumps, get=pickle.loads)
+        with mock.patch.object(self._slime.manager, "ray", ray), mock.patch.object(self._slime.data, "ray", ray):
+            made = manager._convert_samples_to_train_data([self._sample(sample, place) for place, sample in enumerate(samples)])
+            staged = manager._split_train_data_by_dp(made)
+            held = [self._slime.data.process_rollout_data(manager.args, staged, rank, ranks) for rank in range(ranks)]
+        return held, [sample.request_id for sample in samples]
+
+    def rows(self, batch: Any) -> list[BatchRow]:
+        """One row a sample, in the order in which they were given (``sample_indices``)."""
+        held, names = batch
+        found = {int(index): self._row(data, i, names[int(index)]) for data in held for i, index in enumerate(data["sample_indices"])}
+        return [found[index] for index in sorted(found)]
+
+    def _row(self, data: dict[str, Any], i: int, name: str) -> BatchRow:
+        ids = np.asarray(data["tokens"][i])
+        prompt = len(ids) - int(data["response_lengths"][i])
+        logprobs, routes = data.get("rollout_log_probs"), data.get("rollout_routed_experts")
+        return BatchRow(
+            request_id=name,
+            token_ids=ids,
+            attention=np.ones(len(ids), dtype=np.int64),
+            loss_mask=np.concatenate([np.zeros(prompt, dtype=np.int64), np.asarray(data["loss_masks"][i]).astype(np.int64)]),
+            logprobs=None if logprobs is None else np.concatenate([np.full(prompt, np.nan), np.asarray(logprobs[i], dtype=np.float64)]),
+            routes=None if routes is None else np.asarray(routes[i]),
+        )
+
+    def _sample(self, sample: Rollout, place: int) -> Any:
+        """A finished ``Sample``."""
+        types = self._slime.types
+        return types.Sample(
+            index=place,
+            rollout_id=place,
+            tokens=[*sample.prompt_ids, *sample.response_ids],
+            response_length=len(sample.response_ids),
+            reward=0.0,
+            loss_mask=None if sample.loss_mask is None else [int(flag) for flag in sample.loss_mask],
+            rollout_log_probs=None if sample.logprobs is None else [float(value) for value in sample.logprobs],
+            rollout_routed_experts=None if sample.routes is None else sample.routes.astype(np.int32),
+            status=types.Sample.Status.TRUNCATED,
+        )
+
+
+def _arguments(size: int) -> Any:
+    """What the two methods read of slime's command line."""
+    return SimpleNamespace(
+        advantage_estimator="none",
+        rewards_normalization=False,
+        reward_key=None,
+        n_samples_per_prompt=1,
+        rollout_batch_size=size,
+        global_batch_size=size,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=64,
+        micro_batch_size=1,
+        balance_data=False,
+        balance_by_flops=False,
+        use_rollout_routing_replay=True,
+        num_layers=_LAYERS,
+        moe_router_topk=_TOP_K,
+        moe_layer_freq=[0, 1, 1, 1],
+        rollout_top_p=1.0,
+    )

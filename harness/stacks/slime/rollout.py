@@ -1,0 +1,194 @@
+"""slime's rollout: ``generate_and_rm_group``, aborts that keep what there is, and samples that are generated further later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+
+from rollproof.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    MissingLogprobs,
+    PartialOff,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Sampling,
+    Versions,
+)
+from rollproof.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.stacks.dialogue import IdTokenizer, spell
+from rollproof.stacks.http_fleet import HttpFleet
+from rollproof.stacks.slime.imported import Slime
+from rollproof.trace import PauseMode
+
+if TYPE_CHECKING:
+    from rollproof.fakes.fleet import Fleet
+
+__all__ = ["PartialRollout", "arguments"]
+
+_ROOM = 1024
+"""``rollout_max_response_len`` for requests that state no limit, in tokens."""
+_MANY = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """The sample that a request became."""
+
+    request: Request
+    sample: Any
+
+
+class PartialRollout:
+    """One request is one sample, a group of its own; an aborted one goes back to the data buffer, and from there into the next rollout.
+
+    A weight update is what lies between two rollouts: slime's ``abort`` ends the one, the weights are loaded, and the other begins.
+    """
+
+    contract: Contract
+
+    def __init__(self, slime: Slime) -> None:
+        self._slime = slime
+
+    def start(self, fleet: Fleet) -> None:
+        """A fresh state and a fresh HTTP client: slime keeps one of each per process."""
+        import httpx
+
+        self._fleet = fleet
+        fleet.pause_mode = PauseMode.ABORT
+        fleet.clear_cache = True
+        self._http = HttpFleet(fleet)
+        self._args = arguments(fleet, self._http.router)
+        self._slime.misc.SingletonMeta._instances.pop(self._slime.rollout.GenerateState, None)
+        # as init_http_client makes it; without certificates, which take longer to load than a case takes to run
+        self._slime.http._http_client = httpx.AsyncClient(timeout=None, trust_env=False, verify=False)  # noqa: S113, S501 - loopback in memory
+        tokenizer = IdTokenizer(eos_token_id=fleet.policy.eos_id)
+        with (
+            mock.patch.object(self._slime.rollout, "load_tokenizer", return_value=tokenizer),
+            mock.patch.object(self._slime.rollout, "load_processor", return_value=None),
+        ):
+            self._state = self._slime.rollout.GenerateState(self._args)
+        self._between = asyncio.Lock()
+        self.contract = rollout_contract(fleet)
+
+    async def rollout(self, request: Request) -> Answer | None:
+        """Generate; a sample that comes back aborted is generated further in the next rollout, or dropped where partial rollout is off."""
+        types = self._slime.types
+        sample = types.Sample(prompt=spell(request.prompt_ids), index=0, reward=0.0)
+        while True:
+            async with self._between:
+                task = asyncio.ensure_future(self._generate(sample, request))
+                self._state.pendings.add(task)
+            (sample,) = await task
+            self._state.pendings.discard(task)
+            if sample.status is not types.Sample.Status.ABORTED:
+                return Answer(request=request, sample=sample)
+            if not self._args.partial_rollout:
+                return None
+
+    async def update_weights(self, version: int | None) -> None:
+        """Between two rollouts; slime's trainer does one update after the other, and numbers each of them."""
+        async with self._between:
+            await self._slime.rollout.abort(self._args, 0)
+            try:
+                label = self._fleet.weights_of(None) if version is None else version
+                await self._fleet.sync(label, mode=PauseMode.ABORT, clear_cache=True)
+            finally:
+                self._state.reset()
+
+    def to_record(self, native: Answer) -> Rollout:
+        """A ``Sample`` as a rollout; weight versions are text on the wire."""
+        sample, prompt = native.sample, len(native.request.prompt_ids)
+        tokens = as_tokens(sample.tokens, what="tokens")
+        routes = as_routes(sample.rollout_routed_experts)
+        mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+        reasons = {"completed": FinishReason.STOP, "truncated": FinishReason.LENGTH, "aborted": FinishReason.ABORT}
+        return Rollout(
+            request_id=native.request.request_id,
+            prompt_ids=tokens[:prompt],
+            response_ids=tokens[prompt:],
+            finish_reason=reasons.get(sample.status.value, FinishReason.ERROR),
+            logprobs=as_logprobs(sample.rollout_log_probs or []),
+            loss_mask=np.array(mask, dtype=np.int64),
+            routes=routes,
+            call_versions=tuple(int(version) if version.isdecimal() else None for version in sample.weight_versions),
+        )
+
+    async def stop(self) -> None:
+        """Close the client."""
+        await self._slime.http._http_client.aclose()
+
+    def gauges(self) -> Mapping[str, float]:
+        """Calls by data-parallel rank, as slime counts them."""
+        return {"slime dp_counts": float(sum(self._state.dp_counts))}
+
+    async def _generate(self, sample: Any, request: Request) -> Any:
+        params = {**self._state.sampling_params, **request.sampling}
+        params["max_new_tokens"] = _ROOM if request.budget is None else request.budget
+        return await self._slime.rollout.generate_and_rm_group(self._args, [sample], sampling_params=params, evaluation=False)
+
+
+def arguments(fleet: Fleet, router: str) -> Any:
+    """What slime's rollout reads of its command line."""
+    host, _, port = router.removeprefix("http://").partition(":")
+    model = fleet.case.model
+    return SimpleNamespace(
+        ci_test=False,
+        sglang_router_ip=host,
+        sglang_router_port=int(port),
+        sglang_server_concurrency=_MANY,
+        sglang_dp_size=None,
+        rollout_num_engines=len(fleet.servers),
+        hf_checkpoint="",
+        rollout_temperature=1.0,
+        rollout_top_p=1.0,
+        rollout_top_k=-1,
+        rollout_max_response_len=_ROOM,
+        rollout_stop=None,
+        rollout_stop_token_ids=None,
+        rollout_skip_special_tokens=False,
+        use_rollout_routing_replay=any(request.want_routes for request in fleet.case.requests),
+        num_layers=model.num_layers,
+        moe_router_topk=model.top_k,
+        partial_rollout=fleet.case.partial,
+        mask_offpolicy_in_partial_rollout=False,
+        custom_generate_function_path=None,
+        group_rm=False,
+    )
+
+
+def rollout_contract(fleet: Fleet) -> Contract:
+    """What slime promises: a sample that is generated further keeps its tokens and logprobs, and gets the routes of its last call.
+
+    One weight version per HTTP call, without the calls' lengths. Without partial rollout an aborted sample is dropped.
+    """
+    model = fleet.case.model
+    return Contract(
+        rows=Rows.FORWARDED,
+        resume=ResumeBy.CLIENT,
+        versions=Versions.CALL,
+        logprobs=fleet.flavour.logprobs,
+        abort_surfaces=False,
+        sampling=Sampling.OWN,
+        kv_policy=KvPolicy.RECOMPUTE,
+        missing_logprobs=MissingLogprobs.NEVER,
+        loss_mask=True,
+        partial_off=PartialOff.DROPPED,
+        layer_axis=LayerAxis.ALL,
+        num_layers=model.num_layers,
+        moe_layers=model.moe_layers,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        filler=Filler.NONE,
+        dtype="int32",
+        provenance=Provenance.LATEST_PREFILL,
+    )

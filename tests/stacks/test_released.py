@@ -1,0 +1,87 @@
+"""Released stacks where they are installed: their adapters add nothing of their own. Verdicts of whole campaigns: ``nox -s upstream``.
+
+slime is looked for at ``ROLLPROOF_SLIME``, the folder of a checkout.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from typing import Any
+
+import pytest
+
+from rollproof.batching import judge_batches
+from rollproof.campaign import run_conformance
+from rollproof.case import Action, ActionKind, Case, Trigger
+from rollproof.expected import Outcome
+from rollproof.records import Request
+from rollproof.runner import run_case
+from rollproof.stacks import Stack, load_stack
+from rollproof.stacks.matrix import Matrix
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # a framework's own warnings, and those of what it imports, are not ours to fix
+
+PARTS = {
+    "skyrl": ("client", "generator"),
+    "trl": ("rollout-loop", "tool-loop"),
+    "openrlhf": ("single-turn-executor", "multi-turn-executor"),
+    "slime": ("partial-rollout",),
+}
+BATCHES = {"skyrl": ("batch-tensors", "training-input"), "trl": ("fixed-count-rows", "token-budget-rows"), "slime": ("rank-data",)}
+_LOADED: dict[str, Stack] = {}
+
+
+def loaded(name: str) -> Stack:
+    """The stack, imported once; skips where it is not there."""
+    checkout = os.environ.get("ROLLPROOF_SLIME") if name == "slime" else None
+    if name == "slime" and checkout is None:
+        pytest.skip("slime is a checkout: ROLLPROOF_SLIME names its folder (see harness/stacks/requirements/slime.txt)")
+    if name != "slime" and importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: pip install -r harness/stacks/requirements/{name}.txt && pip install --no-deps {name}")
+    if name not in _LOADED:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _LOADED[name] = load_stack(name, checkout=checkout)
+    return _LOADED[name]
+
+
+def each(table: dict[str, tuple[str, ...]]) -> list[Any]:
+    """Pairs of stack and part."""
+    return [pytest.param(name, part, id=f"{name}-{part}") for name, parts in table.items() for part in parts]
+
+
+@pytest.mark.parametrize(("name", "part"), each(PARTS))
+def test_a_quiet_run_is_clean(name: str, part: str) -> None:
+    """Without aborts, updates and faults there is nothing to find, but for what a stack does to its caller's objects always."""
+    factory: Any = loaded(name).parts[part]
+    known = Matrix.read(name).known(loaded(name).version, part)
+    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=3 + i) for i in range(3))
+    for flavour in factory.flavours:
+        cases = [Case(flavour=flavour, requests=requests, servers=2)]
+        report = run_conformance(factory, name=part, cases=cases, canary=False, expected=known)
+        assert () == report.failed
+        assert set() == {result.id for result in report.results if result.id in known and result.findings} - {"stitch.caller-objects"}
+
+
+@pytest.mark.parametrize(("name", "part"), each(PARTS))
+def test_one_case_gives_one_trace(name: str, part: str) -> None:
+    """HTTP, session ids and seeds that a stack draws change nothing of what is recorded."""
+    factory: Any = loaded(name).parts[part]
+    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=5) for i in range(3))
+    actions = (
+        Action(when=Trigger(request="r0", tokens=2), do=ActionKind.ABORT),
+        Action(when=Trigger(request="r1", tokens=3), do=ActionKind.SYNC),
+    )
+    case = Case(flavour=factory.flavours[0], requests=requests, actions=actions, servers=2, seed=4)
+    first, second = (run_case(factory, case) for _ in range(2))
+    assert [repr(event) for event in first] == [repr(event) for event in second]
+
+
+@pytest.mark.parametrize(("name", "part"), each(BATCHES))
+def test_each_batch_conversion_is_judged_as_the_matrix_says(name: str, part: str) -> None:
+    """Every check: what fails is known, what is known fails, nothing is unknown."""
+    stack = loaded(name)
+    verdicts = Outcome.of_report(judge_batches(stack.batches[part], name=part).to_dict()).verdicts
+    assert [] == Matrix.read(name).deviations(stack.version, part, verdicts)
