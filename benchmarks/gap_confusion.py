@@ -29,13 +29,13 @@ EXPECTED = {
 """The class of a fault of the closed-form fake, by how its name begins; others are called as their class."""
 
 
-def fakes(first: int, seeds: int) -> Iterator[tuple[str, str, Callable[[int], Any]]]:
+def fakes(first: int) -> Iterator[tuple[str, str, Callable[[int], Any]]]:
     for fault in GAP_FAULTS:
         expected = next((told for begin, told in EXPECTED.items() if fault.startswith(begin)), fault)
         yield fault, expected, lambda seed, fault=fault: gap_columns(fault, seed=first + seed)
 
 
-def real(first: int, seeds: int) -> Iterator[tuple[str, str, Callable[[int], Any]]]:
+def real(first: int) -> Iterator[tuple[str, str, Callable[[int], Any]]]:
     from gap_real import FAULTS, Contexts, Draw
 
     contexts = Contexts(first)
@@ -59,7 +59,7 @@ def main() -> None:
     where = "a tiny real model" if options.real else "the closed-form fake"
     print(f"{options.seeds} data sets a fault on {where}, 30,000 tokens in 60 sequences each")
     begun, right, total, blamed, healthy, classes = time.perf_counter(), 0, 0, 0, 0, set()
-    for fault, expected, make in (real if options.real else fakes)(options.first, options.seeds):
+    for fault, expected, make in (real if options.real else fakes)(options.first):
         if options.only and fault not in options.only:
             continue
         told: Counter[str] = Counter()

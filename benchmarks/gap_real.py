@@ -46,7 +46,7 @@ def model(version: int, dtype: str, family: str = "qwen3_moe") -> Any:
 
 
 class Contexts:
-    """Sequences ``(60, 501)`` of version 0's text, and forwards over them: logits ``(30000, vocabulary)``, routes ``(30000, layers, 2)``."""
+    """Sequences ``(60, 501)`` of version 0's text; forwards over them: logits ``(30000, vocabulary)``, routes ``(30000, layers, 2)``."""
 
     def __init__(self, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)

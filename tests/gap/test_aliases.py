@@ -26,9 +26,9 @@ NEMO_RL = {
     "min_seq_mult_prob_error": 1.2141085953819561,
     "sampling_importance_ratio": 1.348917725654678,
 }
-"""What NeMo-RL's code (7ea279abf: algorithms/loss/loss_functions.py from line 406, grpo.py from line 2547, utils.py) says of these arrays, in
-float64: ``PYTHONPATH=. python tests/gap/freeze_nemo_rl.py CHECKOUT``. Its policy_kl_error (0.0950) and js_divergence_error (0.0307) estimate
-nothing that goes by their names, since the tokens are the engine's: they have no metric here."""
+"""What NeMo-RL's code (7ea279abf: algorithms/loss/loss_functions.py from line 406, grpo.py from line 2552, utils.py) says of these arrays,
+in float64: ``PYTHONPATH=. python benchmarks/gap_nemo_rl.py CHECKOUT``. Its policy_kl_error (0.0950) and js_divergence_error (0.0307)
+estimate nothing that goes by their names, since the tokens are the engine's: they have no metric here."""
 
 
 def _measured() -> tuple[GapReport, FloatArray, FloatArray, FloatArray]:

@@ -28,9 +28,10 @@ cut = 60  # shards need not be of one size
 first, shard = (0, head[:cut]) if rank == 0 else (cut, head[cut:])
 found = score(hidden, shard, tokens, temperature=0.7, group=dist.group.WORLD, first=first)
 law = torch.log_softmax(hidden.double() @ head.double().t() / 0.7, -1)
-wrong = (found.logprob.double() - law.gather(1, tokens[:, None])[:, 0]).abs().max(), (found.entropy.double() + (law.exp() * law).sum(-1)).abs().max()
+wrong = (found.logprob.double() - law.gather(1, tokens[:, None])[:, 0]).abs().max()
+entropy = (found.entropy.double() + (law.exp() * law).sum(-1)).abs().max()
 alone = score(hidden, head, tokens, temperature=0.7)
-json.dump({"logprob": wrong[0].item(), "entropy": wrong[1].item(), "alone": (found.logprob - alone.logprob).abs().max().item(),
+json.dump({"logprob": wrong.item(), "entropy": entropy.item(), "alone": (found.logprob - alone.logprob).abs().max().item(),
            "values": found.logprob.tolist(), "of_shard": int(((tokens >= first) & (tokens < first + len(shard))).sum())}, open(out, "w"))
 dist.destroy_process_group()
 """

@@ -1,6 +1,6 @@
 """Prints what NeMo-RL's own code says of the frozen case of test_aliases.py; for whoever freezes its numbers anew.
 
-python tests/gap/freeze_nemo_rl.py CHECKOUT   (a checkout of NVIDIA-NeMo/RL; needs torch, and nothing else of theirs)
+PYTHONPATH=. python benchmarks/gap_nemo_rl.py CHECKOUT   (a checkout of NVIDIA-NeMo/RL; needs torch, and nothing else of theirs)
 
 Their functions and the lines of their loss that make the metrics are taken out of the checkout and run as they are.
 """
@@ -27,7 +27,7 @@ def functions(path: Path, *names: str) -> dict[str, Any]:
             node.returns = None
             for argument in [*node.args.args, *node.args.kwonlyargs]:
                 argument.annotation = None
-            exec(compile(ast.Module([node], []), str(path), "exec"), space)
+            exec(compile(ast.Module([node], []), str(path), "exec"), space)  # noqa: S102 - their code, as it stands
     return space
 
 
@@ -46,14 +46,14 @@ def main() -> None:
         "generation_logprobs": torch.tensor(FROZEN_GENERATION, dtype=torch.float64),
         "prev_logprobs": torch.tensor(FROZEN_TRAINER, dtype=torch.float64),
     }
-    exec(compile(textwrap.dedent("\n".join(lines[begin:end])), "loss_functions.py", "exec"), space)
+    exec(compile(textwrap.dedent("\n".join(lines[begin:end])), "loss_functions.py", "exec"), space)  # noqa: S102 - their code, as it stands
     for name in ("mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error"):
         print(f"{name} {space[name]!r}")
     lines = (root / "grpo.py").read_text().splitlines()
     begin = next(i for i, line in enumerate(lines) if line.strip() == "denom = mask.sum(dim=-1)")
     end = next(i for i, line in enumerate(lines) if i > begin and "min_seq_mult_prob_error = valid_errors" in line)
     block = textwrap.dedent("\n".join(lines[begin : end + 1]))
-    exec(compile(block, "grpo.py", "exec"), space)
+    exec(compile(block, "grpo.py", "exec"), space)  # noqa: S102 - their code, as it stands
     for name in ("max_seq_mult_prob_error", "mean_seq_mult_prob_error", "min_seq_mult_prob_error"):
         print(f"{name} {space[name]!r}")
     ratio = torch.exp(space["prev_logprobs"] - space["generation_logprobs"])
