@@ -1,40 +1,79 @@
-"""Requests a second of SGLang's face, beside a bare starlette endpoint that sends the same bytes, in one run.
+"""Requests a second of the HTTP faces, beside a bare endpoint that sends the same bytes and beside other mock servers, in one run.
 
-    python benchmarks/http_face.py [--requests 4000] [--connections 64]
+    python benchmarks/http_face.py [--requests 3000] [--connections 64] [--rounds 3]
 
-Each call asks for 32 tokens with logprobs and routes of 48 layers, top-8 (80 KB of base64); the coded engine and the recording of
-the trace are part of the face's figure. Server and client are processes of their own; give the server a core (``taskset``).
+First table: SGLang's ``/generate`` with 32 tokens, logprobs and routes of 48 layers, top-8 (80 KB of base64), the coded engine included,
+with its trace written to a file and without; beside it a bare starlette endpoint that reads the body and sends the same bytes. Second
+table: chats of the faces, beside mock servers of the package index where they are installed (``pip install fakellm llmock``); vllm-mock
+has no server. All run on uvicorn, with httptools and uvloop where those are installed; each is a process of its own, pinned to one core,
+and the client to another. Rounds alternate between servers, and the best of each counts; beside it the processor time of a request,
+which a busy machine changes less.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-BODY = {
-    "input_ids": list(range(10, 31)),
+GENERATE = {
+    "input_ids": list(range(10, 18)),
     "sampling_params": {"max_new_tokens": 32, "temperature": 1.0, "ignore_eos": True},
     "return_logprob": True,
     "return_routed_experts": True,
 }
+CHAT = {"model": "gpt-4o", "messages": [{"role": "user", "content": "w5 w6 w7"}], "max_tokens": 8}
 
 
-def run_face(pipe: Connection) -> None:
-    """Serve the face on a free port; tells the port."""
+@dataclass(frozen=True)
+class Contestant:
+    """A server: how it is started (it tells its port, or is given one), and what it is asked."""
+
+    name: str
+    path: str
+    body: Mapping[str, Any]
+    target: Callable[..., None] | None = None
+    arguments: tuple[Any, ...] = ()
+    command: tuple[str, ...] = ()
+
+
+def pinned(core: int) -> None:
+    """Stay on one core, where the machine has more than one."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[core % len(cores)]})
+
+
+def run_face(pipe: Connection, face: str, trace: str | None, *, routes: bool) -> None:
+    """Serve a face on a free port; tells the port."""
     from rollproof.case import EngineOptions, Model
-    from rollproof.fakes.http.backing import ServeOptions
+    from rollproof.fakes.http.backing import Backing, ServeOptions
     from rollproof.fakes.http.serving import bound_socket, serve_forever
+    from rollproof.store import TraceWriter
 
-    model = Model(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8, vocab=150_000)
-    options = ServeOptions(flavour="sglang", model=model, engine=EngineOptions(max_batch=256, step=0.0))
+    pinned(0)
+    layers = 48 if routes else 1
+    model = Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=128, top_k=8, vocab=150_000)
+    options = ServeOptions(flavour=face, model=model, engine=EngineOptions(max_batch=256, step=0.0))
     listening = bound_socket()
     pipe.send(listening.getsockname()[1])
-    serve_forever("sglang", options, [listening], access_log=False)
+    if trace is None:
+        serve_forever(face, options, [listening], access_log=False)
+        return
+    with TraceWriter(Path(trace), Backing.header(options), mode="w") as writer:
+        serve_forever(face, options, [listening], sinks=[writer], access_log=False)
 
 
 def run_bare(pipe: Connection, content: bytes) -> None:
@@ -45,22 +84,25 @@ def run_bare(pipe: Connection, content: bytes) -> None:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    from rollproof.fakes.http.serving import bound_socket
+    from rollproof.fakes.http.serving import _fast_loop, bound_socket
 
     async def answer(request: Request) -> Response:
         json.loads(await request.body())
         return Response(content, media_type="application/json")
 
+    pinned(0)
     listening = bound_socket()
     pipe.send(listening.getsockname()[1])
-    server = uvicorn.Server(uvicorn.Config(Starlette(routes=[Route("/generate", answer, methods=["POST"])]), log_level="warning"))
-    asyncio.run(server.serve(sockets=[listening]))
+    routes = [Route(path, answer, methods=["POST"]) for path in ("/generate", "/v1/chat/completions")]
+    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="warning", access_log=False))
+    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+        runner.run(server.serve(sockets=[listening]))
 
 
-async def load(port: int, requests: int, connections: int) -> tuple[float, bytes]:
+async def load(port: int, one: Contestant, requests: int, connections: int) -> tuple[float, bytes]:
     """Requests a second over keep-alive connections, and the last body."""
-    body = json.dumps(BODY).encode()
-    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    body = json.dumps(one.body).encode()
+    head = f"POST {one.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     left = iter(range(requests))
     last = b""
 
@@ -70,6 +112,8 @@ async def load(port: int, requests: int, connections: int) -> tuple[float, bytes
         for _ in left:
             writer.write(head + body)
             lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+            if b"200" not in lines[0]:
+                raise SystemExit(f"{one.name} answers {lines[0].decode()}")
             length = next(int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length"))
             last = await reader.readexactly(length)
         writer.close()
@@ -79,33 +123,130 @@ async def load(port: int, requests: int, connections: int) -> tuple[float, bytes
     return requests / (time.perf_counter() - begun), last
 
 
-def measured(target: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> tuple[float, bytes]:
-    """Start a server, warm it up, measure, end it."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=target, args=(theirs, *arguments), daemon=True)
-    process.start()
-    port = ours.recv()
-    for _ in range(200):
+def processor_time(pid: int) -> float:
+    """Seconds of processor time that a process has used, where the system tells."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Running:
+    """A contestant's server."""
+
+    def __init__(self, one: Contestant) -> None:
+        self.one = one
+        self.best, self.content, self.cpu = 0.0, b"", float("inf")
+        if one.target is not None:
+            ours, theirs = multiprocessing.Pipe()
+            self.process: Any = multiprocessing.get_context("spawn").Process(target=one.target, args=(theirs, *one.arguments), daemon=True)
+            self.process.start()
+            self.port = ours.recv()
+        else:
+            from rollproof.fakes.http.serving import bound_socket
+
+            with bound_socket() as free:
+                self.port = free.getsockname()[1]
+            taskset = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if hasattr(os, "sched_getaffinity") else ()
+            command = [*taskset, sys.executable, "-m", *one.command, "--port", str(self.port)]
+            self.process = subprocess.Popen(  # noqa: S603 - a server that whoever runs this has installed
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+        for _ in range(300):
+            try:
+                asyncio.run(load(self.port, one, 50, 5))
+                return
+            except (OSError, asyncio.IncompleteReadError):
+                time.sleep(0.1)
+        self.stop()
+        raise TimeoutError(f"{one.name} did not start")
+
+    def round(self, requests: int, connections: int) -> None:
+        before = processor_time(self.process.pid)
+        rate, self.content = asyncio.run(load(self.port, self.one, requests, connections))
+        self.best = max(self.best, rate)
+        self.cpu = min(self.cpu, (processor_time(self.process.pid) - before) / requests)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        (self.process.join if hasattr(self.process, "join") else self.process.wait)()
+
+
+def race(contestants: list[Contestant], options: argparse.Namespace) -> list[Running]:
+    """All servers at once, asked in turns, so that whatever slows the machine slows them alike."""
+    running = []
+    for one in contestants:
         try:
-            asyncio.run(load(port, 50, 5))
-            break
-        except OSError:
-            time.sleep(0.1)
-    best = max((asyncio.run(load(port, options.requests, options.connections)) for _ in range(3)), key=lambda pair: pair[0])
-    process.terminate()
-    process.join()
-    return best
+            running.append(Running(one))
+        except TimeoutError as error:
+            print(f"  {error}")
+    try:
+        for _ in range(options.rounds):
+            for one in running:
+                one.round(options.requests, options.connections)
+    finally:
+        for one in running:
+            one.stop()
+    return running
+
+
+def table(title: str, running: list[Running]) -> None:
+    """One line a server; shares are of the first."""
+    first = running[0]
+    print(f"{title:50} requests/s        processor time    bytes")
+    for one in running:
+        rate, cpu = one.best / first.best, first.cpu / one.cpu if one.cpu else float("nan")
+        print(f"  {one.one.name:46} {one.best:9.0f} {rate:5.0%}  {one.cpu * 1e6:8.0f} us {cpu:5.0%}  {len(one.content):8,}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    face, content = measured(run_face, (), options)
-    bare, _ = measured(run_bare, (content,), options)
-    print(f"bare starlette and uvicorn  {bare:8.0f} requests/s ({len(content):,} bytes each)")
-    print(f"SGLang face                 {face:8.0f} requests/s ({face / bare:.0%} of it)")
+    pinned(1)
+    with tempfile.TemporaryDirectory(prefix="rollproof-bench-") as folder:
+        trace = str(Path(folder) / "served.arrow")
+        sample = Running(_face("sample", None))
+        sample.round(10, 1)
+        sample.stop()
+        bare = Contestant("bare starlette endpoint", "/generate", GENERATE, run_bare, (sample.content,))
+        running = race([bare, _face("SGLang face, trace written to a file", trace), _face("SGLang face, no trace file", None)], options)
+        table("/generate: 32 tokens, logprobs, routes of 48 layers", running)
+        chats = [
+            Contestant("bare starlette endpoint", "/v1/chat/completions", CHAT, run_bare, (b"x" * 700,)),
+            _chat("SGLang face", "sglang", str(Path(folder) / "a.arrow")),
+            _chat("vLLM face", "vllm", str(Path(folder) / "b.arrow")),
+        ]
+        peers = {
+            "fakellm": ("uvicorn", "fakellm.server:app", "--log-level", "warning"),
+            "llmock": ("uvicorn", "llmock.main:app", "--log-level", "warning"),
+        }
+        for name, command in peers.items():
+            if importlib.util.find_spec(name) is None:
+                print(f"  {name} is not installed")
+            else:
+                chats.append(Contestant(name, "/v1/chat/completions", CHAT, command=command))
+        running = race(chats, options)
+        table("/v1/chat/completions: 8 tokens", running)
+
+
+def _run_generate(pipe: Connection, trace: str | None) -> None:
+    run_face(pipe, "sglang", trace, routes=True)
+
+
+def _run_chat(pipe: Connection, face: str, trace: str) -> None:
+    run_face(pipe, face, trace, routes=False)
+
+
+def _face(name: str, trace: str | None) -> Contestant:
+    return Contestant(name, "/generate", GENERATE, _run_generate, (trace,))
+
+
+def _chat(name: str, face: str, trace: str) -> Contestant:
+    return Contestant(f"{name}, trace written to a file", "/v1/chat/completions", CHAT, _run_chat, (face, trace))
 
 
 if __name__ == "__main__":

@@ -186,8 +186,8 @@ def with_routes(text: bytes, output: EngineOutput, backing: Backing) -> bytes:
     assert output.routes is not None
     if backing.options.routes is RoutesForm.COMPACT:
         data, name = compact(output.routes)
-        return b'%s,"routed_experts":"%s","routed_experts_dtype":"%s"}}' % (text[:-2], data, name.encode("ascii"))
-    return b'%s,"routed_experts":"%s"}}' % (text[:-2], as_int32(output.routes))
+        return b"".join((text[:-2], b',"routed_experts":"', data, b'","routed_experts_dtype":"', name.encode("ascii"), b'"}}'))
+    return b"".join((text[:-2], b',"routed_experts":"', as_int32(output.routes), b'"}}'))
 
 
 def native_chunk(wanted: Wanted, call: EngineCall, logprobs: list[float], sent: int, backing: Backing) -> bytes:

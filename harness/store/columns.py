@@ -61,8 +61,10 @@ class _Aside:
         self.arrays: list[AnyArray] = []
 
     def put_array(self, array: AnyArray) -> Any:
-        """Keep a copy: what a stack later does to its buffer does not reach the trace."""
-        self.arrays.append(np.array(array, dtype=DTYPES[name_of(array.dtype)], order="C"))
+        """Keep a copy: what a stack later does to its buffer does not reach the trace. What nobody may write to is kept as it is."""
+        kind = DTYPES[name_of(array.dtype)]
+        whole = array.dtype == kind and array.flags.c_contiguous and not array.flags.writeable and array.base is None
+        self.arrays.append(array if whole else np.array(array, dtype=kind, order="C"))
         return {"$array": len(self.arrays) - 1}
 
     def put_integers(self, values: tuple[int, ...]) -> Any:
@@ -141,8 +143,7 @@ class Rows:
         self.size += len(head[4]) + aside.size + 64
 
 
-def _json(wire: dict[str, Any]) -> str:
-    return json.dumps(wire, separators=(",", ":"), allow_nan=False)
+_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def _lists(lengths: Iterable[int], values: Any, kind: Any) -> Any:

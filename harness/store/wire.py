@@ -276,14 +276,28 @@ def _step(do: Callable[[Any, Parts], Any], item: Any, parts: Parts, step: str) -
         raise misfit.within(step) from None
 
 
+_SMALL = 1 << 62
+"""Beyond it, whether an integer fits 64 bits is looked at."""
+
+
 def _scalar(allowed: frozenset[Any]) -> _Codec:
-    return _Codec(lambda value, _: write_scalar(value, allowed), lambda wire, _: read_scalar(wire, allowed))
+    integers, texts = int in allowed, str in allowed
+
+    def encode(value: Any, _: Parts) -> Any:
+        kind = type(value)  # nearly every scalar of a trace is one of these two, and needs no closer look
+        if (kind is int and integers and -_SMALL < value < _SMALL) or (kind is str and texts and value.isascii()):
+            return value
+        return write_scalar(value, allowed)
+
+    return _Codec(encode, lambda wire, _: read_scalar(wire, allowed))
 
 
 def _enum(cls: type[Enum]) -> _Codec:
     members: dict[Any, Enum] = {member.value: member for member in cls}
 
     def encode(value: Any, _: Parts) -> Any:
+        if type(value) is cls:
+            return value.value
         if value not in members.values():
             raise Misfit(f"must be one of {list(members)}, not {show(value)}")
         return cls(value).value
