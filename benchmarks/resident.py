@@ -1,7 +1,7 @@
 """What a command takes: wall time, processor time, and the largest memory that it and all processes below it held at one time.
 
 ``python benchmarks/resident.py COMMAND ...`` runs it and prints one line. Memory is proportional (PSS: a page that forked ranks share
-counts once), read twice a second from /proc; Linux alone.
+counts once), read every two seconds from /proc; Linux alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(command: list[str]) -> int:
     with subprocess.Popen(command) as process:  # noqa: S603 - the command line's own
         while process.poll() is None:
             largest = max(largest, sum(map(_held, _below(process.pid))))
-            time.sleep(0.5)
+            time.sleep(2)
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{time.monotonic() - start:.1f} s, {spent.ru_utime + spent.ru_stime:.1f} s of processor time, "
