@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -200,6 +201,10 @@ class Backing:
         if name not in self._names:
             self._names[name] = max(self._names.values(), default=0) + 1
         return self._names[name]
+
+    def new_id(self) -> str:
+        """The handle of a call that its client gave none: random, as servers draw it."""
+        return uuid.uuid4().hex
 
     async def load(self, name: str | None, label: Version, *, flush: bool) -> None:
         """Take the weights ``name`` under ``label`` (``None``: the label stays as it was), and drop shared KV where ``flush`` says so.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollproof.fakes.http.backing import Backing, RoutesForm, Wanted
@@ -82,7 +81,7 @@ class SglangCall:
         self.prompt_logprobs: int = field(body, "logprob_start_len", int, -1)
         self.top: int = field(body, "top_logprobs_num", int, 0)
         self.listed = listed or samples > 1
-        self.rids = _rids(body.get("rid"), len(prompts), samples)
+        self.rids = _rids(body.get("rid"), len(prompts), samples, backing.new_id)
         stray = sorted(set(self.sampling) - _SAMPLING)
         if stray:  # SGLang passes them on to a constructor, whose TypeError it does not catch
             raise Uncaught(f"sampling_params has {stray}")
@@ -130,7 +129,7 @@ class SglangCall:
             )
 
 
-def _rids(rid: Any, prompts: int, samples: int) -> list[str]:
+def _rids(rid: Any, prompts: int, samples: int, new_id: Callable[[], str]) -> list[str]:
     """Handles as SGLang gives them: a list has one for each prompt; several samples of one get random ones."""
     if isinstance(rid, list):
         if len(rid) != prompts or not all(isinstance(one, str) and one for one in rid):
@@ -140,7 +139,7 @@ def _rids(rid: Any, prompts: int, samples: int) -> list[str]:
     elif rid is not None and not isinstance(rid, str):
         raise BadRequest("rid must be a text.", malformed=True)
     if samples > 1 or (rid is None):
-        return [uuid.uuid4().hex for _ in range(prompts * samples)]
+        return [new_id() for _ in range(prompts * samples)]
     if isinstance(rid, str):
         return [rid] if prompts == 1 else [f"{rid}_{i}" for i in range(prompts)]
     return list(rid)

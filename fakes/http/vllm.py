@@ -102,14 +102,25 @@ class _Calls:
             raise BadRequest("1 validation error: token_ids must hold ids, none negative.", malformed=True, param="body.token_ids")
         ids = token_ids(given, "token_ids", self._backing.vocab)
         sampling = field(body, "sampling_params", dict, {})
-        call = VllmCall(asked, body, [ids], sampling, self._backing, prefix="generate-tokens-", default=None)
+        try:
+            call = VllmCall(asked, body, [ids], sampling, self._backing, prefix="generate-tokens-", default=None)
+        except BadRequest as error:
+            if body.get("stream") is True and len(ids) >= self._backing.max_length:  # found out only by the engine
+                return Events(_failed(error))
+            raise
         if call.stream:
             return Events(self._streamed(asked, call, TokensPart(self._backing, call)))
         outputs = await self._outputs(asked, call)
         blank = dict.fromkeys(("prompt_logprobs", "prompt_token_id_logprobs", "mm_placeholders", "metrics", *_TRANSFERS))
         head = {"request_id": call.id, "model": call.model, "created": int(time.time()), "usage": self._usage(call, outputs)}
         choices = [written.tokens_choice(call, i, output, self._backing) for i, output in enumerate(outputs)]
-        tail = {"prompt_token_ids": list(ids) if call.token_ids else None, "output_mode": "tokens", "choices": choices}
+        tail = {
+            "prompt_token_ids": list(ids) if call.token_ids else None,
+            "output_mode": "text" if call.text else "tokens",
+            "choices": choices,
+        }
+        if call.prompt_logprobs:
+            blank["prompt_logprobs"] = written.prompt_logprobs(ids, self._backing)
         return _compact({**head, **blank, **tail})
 
     async def completions(self, asked: Asked) -> Answer:
@@ -236,6 +247,11 @@ class _Calls:
                 await self._backing.engine.abort(call.id)
                 await asyncio.gather(*tasks, return_exceptions=True)
         yield b"data: [DONE]\n\n"
+
+
+async def _failed(error: BadRequest) -> AsyncIterator[bytes]:
+    yield _event(_wrong(error))
+    yield b"data: [DONE]\n\n"
 
 
 def _compact(body: Mapping[str, Any]) -> Response:

@@ -6,7 +6,6 @@ Replies have every key that the server's models have, null where there is nothin
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ __all__ = [
     "described",
     "envelope",
     "finish_of",
+    "prompt_logprobs",
     "routes_of",
     "token_logprobs",
     "tokens_choice",
@@ -56,6 +56,7 @@ class VllmCall:
         default: int | None,
     ) -> None:
         self.body = body
+        self.chat: bool = prefix == "chatcmpl-"
         self.prompts = prompts
         self.model: str = field(body, "model", str, "fake")
         self.samples: int = field(sampling, "n", int, 1)
@@ -77,7 +78,9 @@ class VllmCall:
                 f"routed_experts_prompt_start must be between 0 and the length of the prompt ({longest}), got {self.routes_start}.",
                 param="routed_experts_prompt_start",
             )
-        self.id = prefix + (asked.header("x-request-id") or field(body, "request_id", str, None) or uuid.uuid4().hex)
+        self.prompt_logprobs: bool = sampling.get("prompt_logprobs") is not None
+        self.text: bool = field(body, "output_mode", str, "tokens") == "text"
+        self.id = prefix + (asked.header("x-request-id") or field(body, "request_id", str, None) or backing.new_id())
         self.max_tokens = [self._budget(prompt, sampling, default, backing.max_length) for prompt in prompts]
 
     def _budget(self, prompt: tuple[int, ...], sampling: Mapping[str, Any], default: int | None, most: int) -> int:
@@ -88,7 +91,7 @@ class VllmCall:
         if len(prompt) >= most:
             raise BadRequest(
                 f"This model's maximum context length is {most} tokens; the prompt has {len(prompt)} tokens. Reduce its length.",
-                param="input_tokens",
+                param="input_tokens" if default is not None or self.chat else None,
             )
         room = most - len(prompt)
         if wanted is None:
@@ -139,9 +142,11 @@ def tokens_choice(call: VllmCall, index: int, output: EngineOutput, backing: Bac
     """A choice of ``/inference/v1/generate``."""
     logprobs = None
     if call.top is not None and output.logprobs is not None:
+        values = output.logprobs.tolist()
         form = token_logprobs if backing.flavour.shows_spans else placeholder_logprobs  # 0.26 still had the form of chats here
-        logprobs = form(output.token_ids, output.logprobs.tolist())
+        logprobs = chat_logprobs(call, output.token_ids, values, top=True) if call.text else form(output.token_ids, values)
     return {
+        **({"text": text_of(output.token_ids)} if call.text else {}),
         "index": index,
         "finish_reason": finish_of(output),
         "stop_reason": None,
@@ -192,6 +197,12 @@ def _echoed(call: VllmCall, prompt: Sequence[int], logprobs: dict[str, Any], bac
     before["token_logprobs"][0] = before["top_logprobs"][0] = None
     for name, given in before.items():
         logprobs[name] = given + logprobs[name]
+    return prompt_logprobs(prompt, backing)
+
+
+def prompt_logprobs(prompt: Sequence[int], backing: Backing) -> list[Any]:
+    """Logprobs of the prompt by token id; the first token has none."""
+    values = backing.policy.logprobs(backing.engine.version, prompt, 1).tolist()
     told = [
         {str(token): {"logprob": value, "rank": 1, "decoded_token": f"w{token}"}} for token, value in zip(prompt[1:], values, strict=True)
     ]
@@ -226,12 +237,13 @@ def chat_choice(call: VllmCall, index: int, output: EngineOutput, backing: Backi
     }
 
 
-def chat_logprobs(call: VllmCall, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    """The form of chats."""
+def chat_logprobs(call: VllmCall, tokens: Sequence[int], logprobs: Sequence[float], *, top: bool = False) -> dict[str, Any]:
+    """The form of chats; with ``top`` the best of each token are given, too (here: the sampled one)."""
     content = []
     for token, logprob in zip(tokens, logprobs, strict=True):
         word = f"token_id:{token}" if call.as_ids else f"w{token}"
-        content.append({"token": word, "logprob": logprob, "bytes": list(word.encode()), "top_logprobs": []})
+        own = {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+        content.append({**own, "top_logprobs": [own] if top else []})
     return {"content": content}
 
 
