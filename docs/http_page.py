@@ -1,0 +1,117 @@
+"""docs/http.md: the faces' endpoints, and transcripts of ten kinds of requests beside what the real servers answered."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollproof import clock
+from rollproof.case import EngineOptions, Model
+from rollproof.fakes.http.backing import Backing, ServeOptions
+from rollproof.fakes.http.line import Line
+from rollproof.fakes.http.serving import FACES
+
+RECORDED = Path(__file__).parent.parent / "tests" / "http" / "recorded"
+SHOWN: Mapping[str, tuple[tuple[str, str, int], ...]] = {
+    "sglang": (
+        ("tokens in, tokens out", "generate", 0),
+        ("a stream", "generate_stream", 0),
+        ("a completion", "completions", 1),
+        ("a chat", "chat", 0),
+        ("an abort", "abort", 2),
+        ("a pause", "pause_odd", 2),
+        ("a label", "update_weight_version", 0),
+        ("weights", "update_weights_from_disk", 0),
+        ("the cache", "flush_cache", 0),
+        ("a start of routes that cannot be", "generate", 3),
+    ),
+    "vllm": (
+        ("tokens in, tokens out", "generate", 0),
+        ("a stream", "generate_stream", 0),
+        ("a completion", "completions", 4),
+        ("a chat", "chat", 1),
+        ("an abort", "abort", 10),
+        ("a pause", "pause_odd", 3),
+        ("a label", "weight_version", 1),
+        ("sleep", "sleep", 3),
+        ("the cache", "reset_prefix_cache", 0),
+        ("a start of routes that cannot be", "generate", 4),
+    ),
+}
+"""Kinds of requests by face: a title, and which recorded exchange."""
+_CLOCKS = ("created", "timestamp", "response_sent_to_client_ts", "e2e_latency")
+
+
+def http_page() -> Iterator[str]:
+    """The lines of the page."""
+    yield "# The HTTP faces\n"
+    yield "`rollproof serve` (see [doors](doors.md)) answers as these servers do. The faces are compared with recordings of the real"
+    yield "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs, and why, stands in tests/http/unlike.py."
+    for name, shown in SHOWN.items():
+        yield f"\n## {name}\n\nEndpoints: {', '.join(f'`{path}`' for path in clock.run(lambda name=name: _paths(name)))}.\n"
+        yield f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the face answers."
+        yield "Long values are cut, and times are 0.\n"
+        for title, kind, number in shown:
+            data = json.loads((RECORDED / f"{name}_{kind}.json").read_text(encoding="utf-8"))
+            exchange = data["exchanges"][number]
+            yield f"\n### {name}: {title}\n\n```console\n$ {_curl(exchange['request'])}\n```\n"
+            real = exchange["response"]
+            yield f"{data['server']}:\n\n```\n{real['status']}\n{_text(real['body'])}\n```\n"
+            status, body = clock.run(lambda name=name, exchange=exchange: _asked(name, exchange["request"]))
+            yield f"the face:\n\n```\n{status}\n{_text(body)}\n```"
+
+
+def _server(name: str) -> str:
+    server: str = json.loads((RECORDED / f"{name}_generate.json").read_text(encoding="utf-8"))["server"]
+    return server
+
+
+def _line(name: str) -> tuple[Any, Line]:
+    model = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
+    options = ServeOptions(flavour=name, model=model, engine=EngineOptions(step=1.0), max_length=512, label="w0")
+    face = FACES[name][0](Backing(options))
+    return face, Line(face)
+
+
+async def _paths(name: str) -> list[str]:
+    return sorted(path for path in _line(name)[0].paths if not path.startswith("/rollproof"))
+
+
+async def _asked(name: str, request: Mapping[str, Any]) -> tuple[int, Any]:
+    heard = await _line(name)[1].ask(request["method"], request["path"], request.get("body"))
+    if heard.headers.get("content-type", "").startswith("text/event-stream"):
+        return heard.status, [*heard.events(), "[DONE]"]
+    text = heard.body.decode()
+    return heard.status, json.loads(text) if heard.headers.get("content-type", "").startswith("application/json") else text
+
+
+def _curl(request: Mapping[str, Any]) -> str:
+    body = request.get("body")
+    data = "" if body is None else f" -H 'content-type: application/json' -d {shlex.quote(json.dumps(_cut(body, 12)))}"
+    return f"curl -X {request['method']} localhost:30000{request['path']}{data}"
+
+
+def _text(body: Any) -> str:
+    if isinstance(body, list):
+        events = body if len(body) <= 3 else [body[0], "...", *body[-2:]]
+        return "\n".join(_text(event) if isinstance(event, dict) else str(event) for event in events)
+    text = json.dumps(_cut(body, 3)) if isinstance(body, dict) else str(body).strip()
+    return "\n".join(textwrap.wrap(text, 130, break_long_words=False, break_on_hyphens=False))
+
+
+def _cut(value: Any, most: int, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _cut(item, most, name) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cut(item, most) for item in value[:most]]
+    if key in _CLOCKS:
+        return 0
+    if isinstance(value, float):
+        return round(value, 4)
+    if key in ("id", "request_id") and isinstance(value, str) and len(value.rpartition("-")[2]) > 12:
+        return f"{value.rpartition('-')[0]}-..." if "-" in value else "..."
+    return f"{value[:40].rstrip('.')}..." if isinstance(value, str) and len(value) > 40 else value
