@@ -21,7 +21,7 @@ from rollproof.fakes.tiny_models import make_checkpoint
 from rollproof.replay.hf import hf_record, hf_replay
 
 SEQUENCES, LENGTH, BATCH = 60, 500, 12
-SWEEPS = 4
+SWEEPS = 3
 STEP = 0.02
 """An update's size, in parts of each matrix's spread."""
 AGAIN = 100
@@ -54,7 +54,7 @@ class Contexts:
 
     @cached_property
     def ids(self) -> Any:
-        """Random ids, all drawn anew from the model's law at their place, four times over: text of its own, in four forwards."""
+        """Random ids, all drawn anew from the model's law at their place, three times over: text of its own, in three forwards."""
         own = model(0, "float32")
         ids = torch.randint(3, own.config.vocab_size, (SEQUENCES, LENGTH + 1), generator=self.random)
         with torch.no_grad():

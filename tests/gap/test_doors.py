@@ -166,6 +166,21 @@ def test_the_page_of_the_docs_shows_what_the_command_prints(
     assert set(COLUMNS) | set(CLASSES) | set(_profiles()) <= rows
 
 
+def test_the_training_loop_of_the_docs_runs() -> None:
+    """The ten lines that docs/gap.md shows are those of the loop that runs, which measures its gap at every step."""
+    pytest.importorskip("torch", reason="the loop trains a model of torch")
+    docs = Path(__file__).parents[2] / "docs"
+    if not (docs / "gap.md").is_file():
+        pytest.skip("the docs are not shipped with an installed wheel")
+    source = docs / "example" / "gap_training_loop.py"
+    shown = source.read_text(encoding="utf-8").split("        report = measure(")[1].split("        advantage")[0]
+    assert shown in (docs / "gap.md").read_text(encoding="utf-8")
+    assert 11 == len(shown.splitlines())
+    logged = runpy.run_path(str(source))["train"]()
+    assert 3 == len(logged)
+    assert all(0 < row["gen_kl_error"] < 1e-3 for row in logged)
+
+
 def _profiles() -> list[str]:
     return list(tomllib.loads(resources.files("rollproof.gap").joinpath("limits.toml").read_text(encoding="utf-8"))["profile"])
 

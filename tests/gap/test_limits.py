@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollproof.cli.app import run
+from rollproof.console import text_of
 from rollproof.errors import GapError, UsageError
-from rollproof.gap import GapVerdict, Limit, limits_named, measure
+from rollproof.gap import GapVerdict, Limit, gap_lines, limits_named, measure
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import Side
 
@@ -144,3 +145,22 @@ def test_the_command_takes_other_names_of_columns(tmp_path: Path, capsys: pytest
     assert "PASS" in capsys.readouterr().out
     assert 254 == run(["gap", str(path), "--column", "nonsense"])
     assert "--column takes NAME=THEIRS" in capsys.readouterr().err
+
+
+def test_what_no_interval_can_decide_takes_no_limit(tmp_path: Path) -> None:
+    """A limit on a number whose interval is known to be too narrow is refused."""
+    file = tmp_path / "own.toml"
+    file.write_text('[profile.x.limits]\ness_token = {target = 1, warn = 0.9, fail = 0.5, side = "below", source = "me"}\n')
+    with pytest.raises(GapError, match="ess_token takes no limit"):
+        limits_named("x", override=file)
+
+
+@pytest.mark.parametrize("sequences", [8, 15])
+def test_of_few_sequences_no_metric_passes(sequences: int) -> None:
+    """Below 16 sequences each metric that holds its limit is undecided, and says that sequences are what it needs."""
+    rollout = -np.random.default_rng(0).exponential(0.4, sequences * 50)
+    report = measure(rollout, rollout, sequence_id=np.repeat(np.arange(sequences), 50), mask=np.ones(len(rollout)), resamples=100)
+    assert {GapVerdict.INCONCLUSIVE} == set(report.verdicts.values())
+    text = text_of(gap_lines(report))
+    assert "PASS" not in text
+    assert "more sequences are needed" in text

@@ -13,7 +13,9 @@ import pytest
 from rollproof.errors import ExtraError, UsageError
 from rollproof.fakes.gap_faults import GapWorld, gap_columns
 from rollproof.gap import GapReport, measure
+from rollproof.gap.localisation import Localisation, SiteGap
 from rollproof.gap.page import check_report_target, page_text, write_plots, write_report
+from rollproof.gap.sites import Site
 
 pytest.importorskip("jinja2", reason="the report needs rollproof[report]")
 pytest.importorskip("matplotlib", reason="the report needs rollproof[report]")
@@ -180,3 +182,47 @@ def test_a_place_that_takes_no_file_is_refused(tmp_path: Path) -> None:
     """A report whose place is a folder is refused before the measurement."""
     with pytest.raises(UsageError, match="it is a folder"):
         check_report_target(tmp_path, None)
+
+
+def _localisation(*, broken: bool) -> Localisation:
+    """Two layers of four places, of which one parts; the second model names its modules otherwise."""
+    sites = []
+    for layer in range(2):
+        for role in ("residual", "q", "experts", "mlp"):
+            off = broken and (layer, role) == (1, "experts")
+            sites.append(
+                SiteGap(
+                    site=Site(layer=layer, role=role),
+                    module=f"model.layers.{layer}.{role}",
+                    other_module=f"decoder.layers.{layer}.<{role}>",
+                    alone=0.03 if off else 2e-7,
+                    rounding=5e-7,
+                    tokens=17 if off else 0,
+                    beyond=6e4 if off else 0.4,
+                    carried=1e-6 * (layer + 1),
+                    carried_rounding=2e-6,
+                    replayed=5e-7,
+                    experts=(3,) if off else (),
+                )
+            )
+    return Localisation(first="trainer", second="<engine>", n_tokens=96, sites=tuple(sites), unmatched=("layer 0 router",), replayed=True)
+
+
+def test_the_page_shows_where_forwards_part(tmp_path: Path) -> None:
+    """The place, its expert and both modules are named, every place is listed, and two pictures show places and growth."""
+    page = page_text(_report("numerics only"), localisation=_localisation(broken=True))
+    assert "model.layers.1.experts" in page
+    assert "decoder.layers.1.&lt;experts&gt;" in page
+    assert "layer 1 experts, expert 3: given the other side" in page
+    assert "Not compared: layer 0 router." in page
+    assert {"places", "growth"} <= {name.removesuffix("-title") for name in _parsed(page).ids}
+    files = write_plots(_report("numerics only"), tmp_path, localisation=_localisation(broken=True))
+    assert {"places.png", "growth.svg"} <= {file.name for file in files}
+
+
+def test_a_page_without_partings_says_so() -> None:
+    """Where rounding explains everything the section passes; without a localisation it is not there, and what it needs is said."""
+    assert "Nowhere do they part by more than rounding" in page_text(_report("numerics only"), localisation=_localisation(broken=False))
+    page = _page("numerics only")
+    assert "Where the forwards part" not in page
+    assert "needs a model that can be run (--localise)" in page

@@ -85,6 +85,19 @@ def test_routes_are_those_of_the_forward_that_gave_the_logprob() -> None:
     assert {} == dict(score_rollouts([rollout], Constant(routes=rows)).routes)
 
 
+def test_rows_of_the_latest_prefill_are_compared_with_the_last_weights() -> None:
+    """Where a resumed call's prefill overwrites earlier rows, the trainer's routes are those of the last version."""
+
+    class Routed(Constant):
+        def score(self, rollouts: Sequence[Rollout], *, version: Version, replay: bool) -> list[Scored]:
+            return [Scored(logprobs=np.zeros(3), routes=np.full((3, 1, 2), int(version or 0))) for _ in rollouts]
+
+    rollout = _rollout(routes=np.zeros((4, 1, 2), int), token_versions=(1, 1, 2))
+    for provenance, expected in (("as-sampled", [1, 1, 2]), ("latest-prefill", [2, 2, 2])):
+        pairs = score_rollouts([rollout], Routed(), provenance=provenance)
+        assert expected == pairs.routes["trainer_routes"][:, 0, 0].tolist()
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [
