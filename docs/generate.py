@@ -15,7 +15,10 @@ from typing import Any
 
 import typer
 from api_page import api_page
+from engines_page import engines_page
 from enum_texts import enum_texts
+from gpu_page import gpu_page
+from http_page import http_page
 from replay_page import replay_page
 from stacks_page import stacks_page
 from typer.main import get_command
@@ -128,6 +131,9 @@ PAGES = {
     "api.md": api_page,
     "checks.md": checks_page,
     "contract.md": contract_page,
+    "http.md": http_page,
+    "engines.md": engines_page,
+    "gpu.md": gpu_page,
     "known-bugs.md": bugs_page,
     "options.md": options_page,
     "replay.md": replay_page,

@@ -50,7 +50,7 @@ def http_page() -> Iterator[str]:
     """The lines of the page."""
     yield "# The HTTP faces\n"
     yield "`rollproof serve` (see [doors](doors.md)) answers as these servers do. The faces are compared with recordings of the real"
-    yield "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs, and why, stands in tests/http/unlike.py."
+    yield "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs, and why: tests/http/unlike.py."
     for name, shown in SHOWN.items():
         yield f"\n## {name}\n\nEndpoints: {', '.join(f'`{path}`' for path in clock.run(lambda name=name: _paths(name)))}.\n"
         yield f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the face answers."
