@@ -56,9 +56,9 @@ def gpu_page() -> Iterator[str]:
 
 def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield "\n## The gap\n\nA generated Qwen3-MoE (8 layers, 64 experts, top 8, hidden 512, sharpened head), 128 sequences of 288"
-    yield "sampled tokens; across an update 64 of 144. k3 = mean of exp(d) - 1 - d, d = trainer - rollout logprob. Ratios are those of k3 to"
-    yield "native routing on the same tokens, with 95 % intervals over sequences; controls are routes shifted by a token, by a layer, and"
-    yield "permuted. Self-replay is the largest difference of a logprob between a recording pass and its replay.\n"
+    yield "sampled tokens; across an update 64 of 144. k3 = mean of exp(d) - 1 - d, d = trainer - rollout logprob. Ratios are those of k3"
+    yield "to native routing on the same tokens, with 95 % intervals over sequences; controls are routes shifted by a token, by a layer,"
+    yield "and permuted. Self-replay is the largest difference of a logprob between a recording pass and its replay.\n"
     yield "| engine | trainer | dtype | native k3 | R3 k3 | R3 / native | controls / native | self-replay | run |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for run, data in runs.items():
