@@ -29,16 +29,19 @@ def _places(localisation: Localisation) -> Plot:
     sites = [gap for gap in localisation.sites if gap.site.role != "selection"]
     figure, axes = new_figure(3.0)
     steps = range(len(sites))
-    axes.fill_between(steps, _LEAST, [max(gap.rounding, _LEAST) for gap in sites], color=COLOURS["sky"], alpha=0.35, lw=0, step="mid")
+    known = [value for gap in sites for value in (gap.alone, gap.rounding) if math.isfinite(value) and value > _LEAST]
+    low, high = (min(known) / 20, max(known) * 30) if known else (_LEAST, 1.0)  # room for the legend
+    axes.fill_between(steps, low, [max(gap.rounding, low) for gap in sites], color=COLOURS["sky"], alpha=0.35, lw=0, step="mid")
     inside = [(i, gap) for i, gap in enumerate(sites) if not gap.parts]
-    axes.plot([i for i, _ in inside], [max(gap.alone, _LEAST) for _, gap in inside], "o", color=BLUE, ms=3, label="within rounding")
+    axes.plot([i for i, _ in inside], [max(gap.alone, low) for _, gap in inside], "o", color=BLUE, ms=3, label="within rounding")
     beyond = [(i, gap) for i, gap in enumerate(sites) if gap.parts]
     if beyond:
-        axes.plot([i for i, _ in beyond], [max(gap.alone, _LEAST) for _, gap in beyond], "X", color=RED, ms=8, label="beyond rounding")
+        axes.plot([i for i, _ in beyond], [max(gap.alone, low) for _, gap in beyond], "X", color=RED, ms=8, label="beyond rounding")
         place, first = beyond[0]
         right = place > len(sites) / 2
-        axes.annotate(str(first.site), (place, max(first.alone, _LEAST)), xytext=(-9 if right else 9, 3), textcoords="offset points",
+        axes.annotate(str(first.site), (place, max(first.alone, low)), xytext=(-9 if right else 9, 3), textcoords="offset points",
                       ha="right" if right else "left", color=RED, fontsize=8)  # fmt: skip
+    axes.set_ylim(low, high)
     log_scale(axes, "y")
     marks = _layer_starts(sites)
     axes.set_xticks([i for i, _ in marks], [name for _, name in marks], fontsize=8)

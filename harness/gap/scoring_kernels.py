@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = ["fits", "head_kl", "states"]
@@ -128,8 +129,7 @@ def states(hidden: Any, head: Any, own: Any, scale: float) -> Any:
     operands = (_tiles(hidden, _ROWS), _tiles(head, _COLUMNS), own.to(torch.int32))
     width = hidden.shape[1]
     sizes = _sizes(hidden, columns=_COLUMNS, group=16, stages=3)
-    launch: Any = _states  # a kernel is subscripted with its grid
-    launch[(sizes["PROGRAMS"],)](*operands, out, result[3], n, entries, scale, WIDTH=width, PIECE=min(_PIECE, width), **sizes)
+    _launch(_states, (*operands, out, result[3], n, entries, scale), WIDTH=width, PIECE=min(_PIECE, width), **sizes)
     fold: Any = _fold
     fold[(triton.cdiv(n, _FOLDED),)](out, result, n, tiles, BR=_FOLDED, BT=_FOLDED)
     return result
@@ -141,12 +141,23 @@ def head_kl(hidden: Any, head: Any, other_hidden: Any, other_head: Any, scale: f
     out = torch.empty((tiles, 5, n), dtype=torch.float32, device=hidden.device)
     operands = (_tiles(hidden, _ROWS), _tiles(head, _NARROW), _tiles(other_hidden, _ROWS), _tiles(other_head, _NARROW))
     sizes = _sizes(hidden, columns=_NARROW, group=8, stages=4)
-    launch: Any = _kl
-    launch[(sizes["PROGRAMS"],)](*operands, out, n, entries, scale, WIDTH=hidden.shape[1], OTHER=other_hidden.shape[1], **sizes)
+    _launch(_kl, (*operands, out, n, entries, scale), WIDTH=hidden.shape[1], OTHER=other_hidden.shape[1], **sizes)
     top, other = out[:, 0].amax(dim=0), out[:, 2].amax(dim=0)
     keep, other_keep = (out[:, 0] - top).exp_(), (out[:, 2] - other).exp_()
     total, other_total = (out[:, 1] * keep).sum(dim=0), (out[:, 3] * other_keep).sum(dim=0)
     return (out[:, 4] * keep).sum(dim=0) / total - (top + total.log()) + (other + other_total.log())
+
+
+def _launch(kernel: Any, operands: tuple[Any, ...], *, PROGRAMS: int, num_stages: int, **sizes: Any) -> None:  # noqa: N803 - the kernel's name
+    """Launch with as many stages as fit: for a width of one step the compiler buffers more than the multiprocessor's memory holds."""
+    for stages in range(num_stages, 0, -1):
+        try:
+            kernel[(PROGRAMS,)](*operands, PROGRAMS=PROGRAMS, num_stages=stages, **sizes)
+        except OutOfResources:
+            if stages == 1:
+                raise
+        else:
+            return
 
 
 def _tiles(matrix: Any, rows: int) -> Any:
