@@ -35,9 +35,9 @@ class Asked:
     __slots__ = ("_body", "path", "raw", "scope")
 
     def __init__(self, scope: Scope, raw: bytes) -> None:
-        self.scope = scope
+        self.scope: Scope = scope
         self.path: str = scope["path"]
-        self.raw = raw
+        self.raw: bytes = raw
         self._body: dict[str, Any] | None = None
 
     def body(self, *, empty: bool = True) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Events:
     __slots__ = ("parts",)
 
     def __init__(self, parts: AsyncIterator[bytes]) -> None:
-        self.parts = parts
+        self.parts: AsyncIterator[bytes] = parts
 
 
 Answer: TypeAlias = "Response | Events"

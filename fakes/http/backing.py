@@ -101,7 +101,7 @@ class Backing:
         beside: Backing | None = None,
         server_id: str = "s0",
     ) -> None:
-        self.options = options
+        self.options: ServeOptions = options
         self.plan: FaultPlan = plan or FaultPlan()
         self.faults: Faults | None = Faults(self.plan, self._befell) if self.plan.faults else None
         self._names: dict[str, int] = {} if beside is None else beside._names

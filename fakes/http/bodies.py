@@ -25,9 +25,9 @@ class BadRequest(Exception):
 
     def __init__(self, text: str, status: int = 400, *, malformed: bool = False, param: str | None = None) -> None:
         super().__init__(text)
-        self.status = status
-        self.malformed = malformed
-        self.param = param
+        self.status: int = status
+        self.malformed: bool = malformed
+        self.param: str | None = param
 
 
 class Uncaught(Exception):

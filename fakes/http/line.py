@@ -46,7 +46,7 @@ class BrokenOff(ConnectionResetError):
 
     def __init__(self, heard: Heard | None) -> None:
         super().__init__("The connection broke before the whole answer had come.")
-        self.heard = heard
+        self.heard: Heard | None = heard
 
 
 class Line:

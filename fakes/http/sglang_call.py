@@ -67,21 +67,21 @@ class SglangCall:
     def __init__(
         self, body: Mapping[str, Any], prompts: Sequence[tuple[int, ...]], sampling: Mapping[str, Any], backing: Backing, *, listed: bool
     ) -> None:
-        self.prompts = prompts
+        self.prompts: Sequence[tuple[int, ...]] = prompts
         self.max_tokens: int = field(sampling, "max_new_tokens", int, UNLIMITED)
         samples = field(sampling, "n", int, 1)
         if not 1 <= samples <= 256:
             raise BadRequest(f"n must be 1 to 256, not {samples}.")
-        self.samples = samples
-        self.sampling = {name: value for name, value in sampling.items() if name not in ("max_new_tokens", "n")}
+        self.samples: int = samples
+        self.sampling: dict[str, Any] = {name: value for name, value in sampling.items() if name not in ("max_new_tokens", "n")}
         self.stream: bool = field(body, "stream", bool, False)
         self.logprobs: bool = field(body, "return_logprob", bool, False)
         self.routes: bool = field(body, "return_routed_experts", bool, False)
         self.routes_start: int = field(body, "routed_experts_start_len", int, 0)
         self.prompt_logprobs: int = field(body, "logprob_start_len", int, -1)
         self.top: int = field(body, "top_logprobs_num", int, 0)
-        self.listed = listed or samples > 1
-        self.rids = _rids(body.get("rid"), len(prompts), samples, backing.new_id)
+        self.listed: bool = listed or samples > 1
+        self.rids: list[str] = _rids(body.get("rid"), len(prompts), samples, backing.new_id)
         stray = sorted(set(self.sampling) - _SAMPLING)
         if stray:  # SGLang passes them on to a constructor, whose TypeError it does not catch
             raise Uncaught(f"sampling_params has {stray}")

@@ -55,9 +55,9 @@ class VllmCall:
         prefix: str,
         default: int | None,
     ) -> None:
-        self.body = body
+        self.body: Mapping[str, Any] = body
         self.chat: bool = prefix == "chatcmpl-"
-        self.prompts = prompts
+        self.prompts: Sequence[tuple[int, ...]] = prompts
         self.model: str = field(body, "model", str, "fake")
         self.samples: int = field(sampling, "n", int, 1)
         if not 1 <= self.samples <= 256:
@@ -71,7 +71,7 @@ class VllmCall:
         self.stream: bool = field(body, "stream", bool, False)
         self.options: Mapping[str, Any] = field(body, "stream_options", dict, {})
         self.routes_start: int = field(sampling, "routed_experts_prompt_start", int, field(body, "routed_experts_prompt_start", int, 0))
-        self.sampling = {name: sampling[name] for name in _KEPT if isinstance(sampling.get(name), int | float | str | bool)}
+        self.sampling: dict[str, Any] = {name: sampling[name] for name in _KEPT if isinstance(sampling.get(name), int | float | str | bool)}
         longest = min(map(len, prompts), default=0)
         if not 0 <= self.routes_start <= longest:
             raise BadRequest(
@@ -80,8 +80,8 @@ class VllmCall:
             )
         self.prompt_logprobs: bool = sampling.get("prompt_logprobs") is not None
         self.text: bool = field(body, "output_mode", str, "tokens") == "text"
-        self.id = prefix + (asked.header("x-request-id") or field(body, "request_id", str, None) or backing.new_id())
-        self.max_tokens = [self._budget(prompt, sampling, default, backing.max_length) for prompt in prompts]
+        self.id: str = prefix + (asked.header("x-request-id") or field(body, "request_id", str, None) or backing.new_id())
+        self.max_tokens: list[int] = [self._budget(prompt, sampling, default, backing.max_length) for prompt in prompts]
 
     def _budget(self, prompt: tuple[int, ...], sampling: Mapping[str, Any], default: int | None, most: int) -> int:
         wanted = field(sampling, "max_tokens", int, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from rollproof.fakes.http import vllm_call as written
 from rollproof.fakes.http.backing import Backing
@@ -17,10 +17,11 @@ __all__ = ["ChatPart", "CompletionPart", "Part", "TokensPart"]
 class Part:
     """A part; ``kind`` is what it calls itself."""
 
-    kind = ""
+    kind: ClassVar[str] = ""
 
     def __init__(self, backing: Backing, call: VllmCall) -> None:
-        self.backing, self.call = backing, call
+        self.backing: Backing = backing
+        self.call: VllmCall = call
         self._begun: set[int] = set()
 
     def opening(self, index: int) -> list[dict[str, Any]]:
@@ -43,7 +44,7 @@ class Part:
 class CompletionPart(Part):
     """A part of ``/v1/completions``."""
 
-    kind = "text_completion"
+    kind: ClassVar[str] = "text_completion"
 
     def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
         call, first = self.call, index not in self._begun
@@ -60,7 +61,7 @@ class CompletionPart(Part):
 class ChatPart(Part):
     """A part of ``/v1/chat/completions``."""
 
-    kind = "chat.completion.chunk"
+    kind: ClassVar[str] = "chat.completion.chunk"
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
