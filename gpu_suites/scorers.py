@@ -89,7 +89,8 @@ class HfScorer:
             ids[row, : len(unit.ids)] = torch.tensor(unit.ids)
             mask[row, : len(unit.ids)] = 1
         placed = None if routes is None else torch.from_numpy(batch_routes(routes, mask)).to(self._device)
-        with torch.no_grad(), hf_record(model) if placed is None else hf_replay(model, placed) as entered:
+        entered: Any = hf_record(model) if placed is None else hf_replay(model, placed)
+        with torch.no_grad(), entered:
             logits = model(ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False).logits.float()
         laws = torch.log_softmax(logits[:, :-1], -1)
         own = laws.gather(2, ids[:, 1:, None].to(self._device))[..., 0].double().cpu().numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ ENGINES = [
     pytest.param("sglang", marks=pytest.mark.engine("sglang", ">=0.5.12")),
 ]
 DTYPES = ["bfloat16", "float32"]
-MEGATRON: dict[str, dict[str, int]] = {
+MEGATRON: dict[str, dict[str, Any]] = {
     "megatron": {},
     "megatron-tp2": {"tp": 2},
     "megatron-cp2": {"cp": 2},
@@ -54,8 +55,8 @@ MEGATRON: dict[str, dict[str, int]] = {
 """Trainers on megatron-core by their parallel sizes."""
 
 
-def _gpus(sizes: dict[str, int]) -> int:
-    return sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1) * sizes.get("pp", 1)
+def _gpus(sizes: dict[str, Any]) -> int:
+    return math.prod(int(sizes.get(name, 1)) for name in ("dp", "cp", "tp", "pp"))
 
 
 TRAINERS = [

@@ -23,14 +23,18 @@ pytestmark = [pytest.mark.memory(8), pytest.mark.engine("torch", ">=2.6"), pytes
 megatron = pytest.mark.engine("megatron", ">=0.16")
 transformers = pytest.mark.engine("transformers", ">=5")
 
-HF = {
+HF: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "qwen3_moe packed bf16": {"layout": "packed", "dtype": "bfloat16"},
     "deepseek_v3 packed, reentrant, late": {"family": "deepseek_v3", "layout": "packed", "reentrant": True, "late": True},
     "gpt_oss right-padded, late": {"family": "gpt_oss", "layout": "right-padded", "late": True},
 }
 """Trainers on one GPU: families, layouts, dtypes, and kinds of gradient checkpointing."""
-RANKED = {"fsdp2": {"parallel": "fsdp2"}, "fsdp2 in bf16": {"parallel": "fsdp2", "mixed": True}, "ddp": {"parallel": "ddp"}}
+RANKED: dict[str, dict[str, Any]] = {
+    "fsdp2": {"parallel": "fsdp2"},
+    "fsdp2 in bf16": {"parallel": "fsdp2", "mixed": True},
+    "ddp": {"parallel": "ddp"},
+}
 
 
 def told(report: Report) -> None:
