@@ -169,6 +169,8 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """What an engine of vLLM is made with on this device. Raises ``EngineStartError`` where vLLM is missing or does not fit."""
     if vllm_cpu.is_cpu_build():
         vllm_cpu.install()
+        # the worker lives in the core's process then (vllm/platforms/cpu.py): every process more imports for half a minute
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         from vllm.platforms import current_platform
     except ImportError as error:

@@ -6,15 +6,14 @@ One engine process per setting of the run, and one run per session.
 from __future__ import annotations
 
 import importlib.util
-import os
-import tempfile
+from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rollproof.checks import Verdict
+from rollproof.contract import KvPolicy
 from rollproof.engines import vllm_cpu
 from rollproof.engines.asks import EngineSettings
 from rollproof.engines.calibration import differences
@@ -24,7 +23,8 @@ from rollproof.engines.vllm import offline
 from rollproof.fakes.engine_subject import FakeEngineSubject
 from rollproof.fakes.flavours import FLAVOURS
 from rollproof.report import Report
-from rollproof.trace import Call, Reference, Reply
+from rollproof.trace import Call, Reference, Reply, Trace, Weights
+from tests.support.leftovers import leftovers
 
 INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("vllm", "torch", "transformers"))
 pytestmark = [
@@ -34,54 +34,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 RELOAD = "vLLM 0.32 on a CPU: weights that are loaded a second time compute something else (docs/track-record.md)"
+STALE = {"weights.no-stale-cache", "routes.prefix-cache", "engine.routes", "engine.logprobs"}
+"""What a stale prefix cache breaks."""
 EXPECTED = {"engine.identity": RELOAD} if vllm_cpu.is_cpu_build() and metadata.version(vllm_cpu.PACKAGE) == "0.32.0" else {}
-
-
-def _children() -> set[str]:
-    """Command lines of the processes that this one has started and that still run."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if int(parent) == os.getpid() and line:
-            found.add(line)
-    return found
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
-    """Every experiment on the real engine, once; no process, shared memory or temporary folder of it is left."""
-    temporary = tmp_path_factory.mktemp("temporary")
-    before, shared = _children(), _shared_memory()
-    patch = pytest.MonkeyPatch()
-    patch.setattr(tempfile, "tempdir", str(temporary))
-    try:
-        done = run_experiments(engine_target("vllm", model=None, folder=tmp_path_factory.mktemp("models")))
-    finally:
-        patch.undo()
-    assert [] == sorted(path.name for path in temporary.iterdir())
-    assert set() == _children() - before
-    assert set() == {path for path in _shared_memory() - shared if not _in_use(path)}
+    """Every experiment on the real engine, once; nothing of it is left."""
+    before = leftovers("vllm")
+    done = run_experiments(engine_target("vllm", model=None, folder=tmp_path_factory.mktemp("models")))
+    assert set() == leftovers("vllm") - before
     return done
-
-
-def _shared_memory() -> set[Path]:
-    folder = Path("/dev/shm")  # noqa: S108 - where Linux keeps shared memory
-    return set(folder.iterdir()) if folder.is_dir() else set()
-
-
-def _in_use(path: Path) -> bool:
-    """Whether a process that runs has it mapped or open: then it is somebody else's."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(path) in (entry / "maps").read_text() or any(os.readlink(fd) == str(path) for fd in (entry / "fd").iterdir()):  # noqa: PTH115 - text
-                return True
-        except OSError:
-            continue
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +80,17 @@ def test_the_fake_does_what_the_real_engine_does(run: EngineRun) -> None:
 
     found = differences(run_experiments(fake_target("vllm", make=fake)).traces, run.traces)
     assert {} == {name: told for name, told in found.items() if not (EXPECTED and name == "identity")}
+
+
+def test_a_stale_cache_is_seen(run: EngineRun) -> None:
+    """KV that was kept over an update, as was asked, is a stale cache where the update says that it cleared it: the values tell."""
+    (kept,) = [trace for trace in run.traces if trace.header.profile == "update-abort"]
+    claims = [replace(one, kv_policy=KvPolicy.RECOMPUTE) for one in (kept.header.contract, kept.header.engine or kept.header.contract)]
+    header = replace(kept.header, contract=claims[0], engine=claims[1])
+    told = [replace(event, flushed=True) if isinstance(event, Weights) else event for event in kept.events]
+    failed = {result.id for result in judged("vllm", EngineRun(traces=[Trace(header=header, events=tuple(told))])).failed}
+    assert {"weights.no-stale-cache", "routes.prefix-cache"} <= failed <= STALE
+    assert not {result.id for result in judged("vllm", EngineRun(traces=[kept])).failed}
 
 
 def test_the_gap_in_float32_is_rounding(run: EngineRun) -> None:
