@@ -148,7 +148,7 @@ def head_kl(hidden: Any, head: Any, other_hidden: Any, other_head: Any, scale: f
     return (out[:, 4] * keep).sum(dim=0) / total - (top + total.log()) + (other + other_total.log())
 
 
-def _launch(kernel: Any, operands: tuple[Any, ...], *, PROGRAMS: int, num_stages: int, **sizes: Any) -> None:  # noqa: N803 - the kernel's name
+def _launch(kernel: Any, operands: tuple[Any, ...], *, PROGRAMS: int, num_stages: int, **sizes: Any) -> None:
     """Launch with as many stages as fit: for a width of one step the compiler buffers more than the multiprocessor's memory holds."""
     for stages in range(num_stages, 0, -1):
         try:

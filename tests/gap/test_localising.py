@@ -22,6 +22,7 @@ pytest.importorskip("transformers", reason="the tiny models are of transformers"
 from rollproof.gap.forwards import Forward, hf_forward  # noqa: E402 - they need torch
 from rollproof.replay.hf.families import tiny_model  # noqa: E402 - as above
 from tests.support.megatron_named import MegatronNamed, megatron_forward  # noqa: E402 - as above
+from tests.support.vllm_named import VllmNamed, vllm_forward  # noqa: E402 - as above
 
 IDS = torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(0))
 
@@ -229,6 +230,29 @@ def test_a_fused_projections_part_is_told() -> None:
         own.decoder["layers"][1].self_attention.linear_qkv.weight.reshape(2, 4, 8, -1)[1, 2].mul_(1.2)
     found = localise(hf_forward(model("qwen3_moe"), IDS), megatron_forward(own, IDS))
     assert ["layer 1 k"] == [str(gap.site) for gap in found.sites if gap.parts]
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "place"),
+    [
+        ("", slice(0), ""),
+        ("model.layers.1.self_attn.qkv_proj.weight", slice(40, 48), "layer 1 k"),
+        ("model.layers.2.mlp.gate_up_proj.weight", slice(48, None), "layer 2 up"),
+        ("model.layers.1.input_layernorm.weight", slice(None), "layer 1 attn_norm"),
+        ("model.layers.2.post_attention_layernorm.weight", slice(None), "layer 2 mlp_norm"),
+        ("model.norm.weight", slice(None), "final_norm"),
+    ],
+)
+def test_names_and_layouts_of_vllm_are_matched(path: str, part: slice, place: str) -> None:
+    """Flat tokens, fused projections and norms that add the residual in place agree with HF's; a fault in one part of them is found."""
+    own = VllmNamed(model("qwen3"))
+    with torch.no_grad():
+        if path:
+            own.get_parameter(path)[part].mul_(1.2)
+    found = localise(hf_forward(model("qwen3"), IDS), vllm_forward(own, IDS))
+    assert [place] * bool(place) == [str(gap.site) for gap in found.sites if gap.parts]
+    assert () == found.unmatched
+    assert "model.layers.1.self_attn.qkv_proj" == {str(gap.site): gap.other_module for gap in found.sites}["layer 1 v"]
 
 
 def test_growth_is_shown_with_replay_and_without() -> None:
