@@ -71,8 +71,8 @@ def _gap(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             cells = (engine, cell["trainer"], cell["dtype"], *k3, ratio, controls, f"{cell['self_replay_max_abs']:g}", run)
             yield f"| {' | '.join(cells)} |"
     yield "\nThe limits of [gap.md](gap.md) are those of trained models. A generated one amplifies rounding and breaks them in k3 and mean"
-    yield "|d|, with R3 too (k3 0.003 where 0.002 is the limit); asserted are the effect of replay and of the controls, and that self-replay"
-    yield "is exact."
+    yield "|d|, with R3 too (k3 0.003 where 0.002 is the limit); asserted are the effect of replay and of the controls, and that"
+    yield "self-replay is exact."
 
 
 def _suites(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +20,16 @@ from rollproof.gpu_suites.reporting import RunReport
 from rollproof.gpu_suites.rollouts import Sample, prompts_of, sample
 from rollproof.report import Report
 
-ENGINES = [
+ENGINES: list[Any] = [
     pytest.param("vllm", marks=pytest.mark.engine("vllm", ">=0.22")),
     pytest.param("sglang", marks=pytest.mark.engine("sglang", ">=0.5.12")),
 ]
-pytestmark = [pytest.mark.memory(30), pytest.mark.engine("torch"), pytest.mark.engine("transformers"), pytest.mark.filterwarnings("ignore")]
+pytestmark: list[pytest.MarkDecorator] = [
+    pytest.mark.memory(30),
+    pytest.mark.engine("torch"),
+    pytest.mark.engine("transformers"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 def raise_for(report: Report) -> None:

@@ -24,22 +24,23 @@ from rollproof.gpu_suites.rollouts import Sample, prompts_of, sample, sample_acr
 from rollproof.gpu_suites.scorers import HfScorer, Scorer
 from rollproof.plugin import STATE
 
-SEQUENCES, TOKENS = 128, 288
+SEQUENCES: int = 128
+TOKENS: int = 288
 """36,864 tokens: what a relative interval of a few percent takes (docs/gap.md)."""
-ACROSS = {
+ACROSS: dict[str, dict[str, PauseMode]] = {
     "vllm": {"recompute": PauseMode.ABORT, "keep": PauseMode.KEEP},
     "sglang": {"recompute": PauseMode.ABORT, "keep": PauseMode.IN_PLACE},
 }
 """The pause under which the weights change, by what becomes of the KV."""
-LIMITS = {
+LIMITS: dict[str, dict[Routed, str]] = {
     "bfloat16": {Routed.NATIVE: "moe-bf16", Routed.R2: "moe-bf16", Routed.R3: "moe-bf16-r3"},
     "float32": {Routed.NATIVE: "tiny-fp32", Routed.R2: "tiny-fp32", Routed.R3: "tiny-fp32"},
 }
-ENGINES = [
+ENGINES: list[Any] = [
     pytest.param("vllm", marks=pytest.mark.engine("vllm", ">=0.22")),
     pytest.param("sglang", marks=pytest.mark.engine("sglang", ">=0.5.12")),
 ]
-DTYPES = ["bfloat16", "float32"]
+DTYPES: list[str] = ["bfloat16", "float32"]
 MEGATRON: dict[str, dict[str, Any]] = {
     "megatron": {},
     "megatron-tp2": {"tp": 2},
@@ -59,14 +60,19 @@ def _gpus(sizes: dict[str, Any]) -> int:
     return math.prod(int(sizes.get(name, 1)) for name in ("dp", "cp", "tp", "pp"))
 
 
-TRAINERS = [
+TRAINERS: list[Any] = [
     "hf",
     *(
         pytest.param(name, marks=[pytest.mark.engine("megatron", ">=0.16"), pytest.mark.gpus(_gpus(sizes))])
         for name, sizes in MEGATRON.items()
     ),
 ]
-pytestmark = [pytest.mark.memory(40), pytest.mark.engine("torch"), pytest.mark.engine("transformers"), pytest.mark.filterwarnings("ignore")]
+pytestmark: list[pytest.MarkDecorator] = [
+    pytest.mark.memory(40),
+    pytest.mark.engine("torch"),
+    pytest.mark.engine("transformers"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @dataclass

@@ -19,9 +19,9 @@ from rollproof.replay.spy import Spy
 from rollproof.replay.terms import Recompute
 from rollproof.report import Report
 
-pytestmark = [pytest.mark.memory(8), pytest.mark.engine("torch", ">=2.6"), pytest.mark.filterwarnings("ignore")]
-megatron = pytest.mark.engine("megatron", ">=0.16")
-transformers = pytest.mark.engine("transformers", ">=5")
+pytestmark: list[pytest.MarkDecorator] = [pytest.mark.memory(8), pytest.mark.engine("torch", ">=2.6"), pytest.mark.filterwarnings("ignore")]
+megatron: pytest.MarkDecorator = pytest.mark.engine("megatron", ">=0.16")
+transformers: pytest.MarkDecorator = pytest.mark.engine("transformers", ">=5")
 
 HF: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
