@@ -245,14 +245,16 @@ def rollproof_seed(pytestconfig: pytest.Config) -> int:
 def rollproof_gap(request: pytest.FixtureRequest) -> Callable[..., GapReport]:
     """``rollproof.gap.measure`` that fails the test unless the gap is within its limits, with the report as the reason.
 
-    A measurement that decides nothing fails too, or skips the test where ``rollproof_unknown = skip``.
+    With ``trainer=`` the first argument is rollouts, or the path of a trace, which that trainer scores (``measure_rollouts``). A
+    measurement that decides nothing fails too, or skips the test where ``rollproof_unknown = skip``.
     """
-    from rollproof.gap import GapVerdict, gap_lines, measure
+    from rollproof.gap import GapTrainer, GapVerdict, gap_lines, measure, measure_rollouts
 
     state = request.config.stash[STATE]
 
-    def check(rollout_logprob: Any, trainer_logprob: Any, **columns: Any) -> GapReport:
-        report = measure(rollout_logprob, trainer_logprob, **{"subject": request.node.nodeid, **columns})
+    def check(rollout: Any, trainer_logprob: Any = None, *, trainer: GapTrainer | None = None, **columns: Any) -> GapReport:
+        named = {"subject": request.node.nodeid, **columns}
+        report = measure(rollout, trainer_logprob, **named) if trainer is None else measure_rollouts(rollout, trainer, **named)
         if report.verdict is GapVerdict.INCONCLUSIVE and state.settings.unknown == "skip":
             pytest.skip("\n".join(text for _, text in gap_lines(report)))
         report.require()

@@ -76,7 +76,7 @@ def localise(
         second=two.name,
         n_tokens=len(one.rows),
         sites=tuple(sites),
-        unmatched=tuple(lacking + [f"{name} (second)" for name in base.strangers]),
+        unmatched=tuple(lacking + [f"{name} (second)" for name in base.strangers if name not in lacking]),
         led=led,
         replayed=bool(replayed),
     )
@@ -134,10 +134,12 @@ class _Base:
         from rollproof.gap.forwards import heard
 
         found: dict[Site, FloatArray] = {}
+        self.strangers = []
 
         def visit(site: Site, values: Any) -> Any:
             mine = self.values.get(site)
             if mine is None or mine.shape != values.shape:
+                self.strangers.append(str(site))
                 return None
             mine = mine.to(values.device)
             if site.role == "selection":

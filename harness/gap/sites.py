@@ -59,7 +59,7 @@ _LAST = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Site:
-    """A place: the ``layer`` (-1 before the first, ``None`` shown for those outside of layers) and the role of what is computed there."""
+    """A place: the ``layer`` (-1 before the first one, 2^30 behind the last) and the role of what is computed there."""
 
     layer: int
     role: str

@@ -175,7 +175,7 @@ def test_the_training_loop_of_the_docs_runs() -> None:
     source = docs / "example" / "gap_training_loop.py"
     shown = source.read_text(encoding="utf-8").split("        report = measure(")[1].split("        advantage")[0]
     assert shown in (docs / "gap.md").read_text(encoding="utf-8")
-    assert 11 == len(shown.splitlines())
+    assert 10 == len(shown.splitlines())
     logged = runpy.run_path(str(source))["train"]()
     assert 3 == len(logged)
     assert all(0 < row["gen_kl_error"] < 1e-3 for row in logged)

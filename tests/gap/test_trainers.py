@@ -68,6 +68,34 @@ def test_every_version_is_scored_on_request() -> None:
     assert [-1.0] * 3 + [-2.0] * 3 == pairs.trainer.tolist()
 
 
+def test_the_fixture_takes_a_trainer(pytester: pytest.Pytester) -> None:
+    """With ``trainer=`` the fixture scores rollouts and asserts; a trainer that is far off fails the test with the report."""
+    pytester.makepyfile("""
+        import numpy as np
+        from rollproof import Rollout, FinishReason
+        from rollproof.gap import Scored
+
+        class Trainer:
+            def __init__(self, off):
+                self.off = off
+
+            def score(self, rollouts, *, version, replay):
+                return [Scored(logprobs=rollout.logprobs - self.off * np.random.default_rng(0).random(20)) for rollout in rollouts]
+
+        def rollouts():
+            draw = lambda: -np.random.default_rng(1).exponential(0.4, 20)
+            return [Rollout(request_id=f"r{i}", prompt_ids=(1,), response_ids=(2,) * 20, finish_reason=FinishReason.LENGTH, logprobs=draw())
+                    for i in range(20)]
+
+        def test_near(rollproof_gap):
+            assert rollproof_gap(rollouts(), trainer=Trainer(1e-6), limits="tiny-fp32").panel.n_tokens == 400
+
+        def test_far(rollproof_gap):
+            rollproof_gap(rollouts(), trainer=Trainer(3.0), limits="tiny-fp32")
+    """)
+    pytester.runpytest("-p", "no:hypothesispytest", "-p", "no:cacheprovider").assert_outcomes(passed=1, failed=1)
+
+
 def test_rollouts_without_versions_are_scored_once() -> None:
     """Where nothing tells versions the trainer is asked for ``None``."""
     trainer = Constant()
