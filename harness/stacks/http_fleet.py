@@ -52,6 +52,12 @@ class FleetBacking(Backing):
         )
         super().__init__(options, behind=(engine, fleet.recorder))
         self._of = fleet
+        self._given = 0
+
+    def new_id(self) -> str:
+        """Counted, so that a case gives one trace."""
+        self._given += 1
+        return f"{self.engine.server_id}-{self._given}"
 
     async def load(self, name: str | None, label: str | None, *, flush: bool) -> None:
         """Load the weights of the update that runs, and publish its label; ``name`` and ``label`` are how the stack calls them."""

@@ -28,6 +28,8 @@ PARTS = {
     "trl": ("rollout-loop", "tool-loop"),
     "openrlhf": ("single-turn-executor", "multi-turn-executor"),
     "slime": ("partial-rollout",),
+    "areal": ("remote-engine", "inference-bridge"),
+    "verifiers": ("train-client",),
 }
 BATCHES = {"skyrl": ("batch-tensors", "training-input"), "trl": ("fixed-count-rows", "token-budget-rows"), "slime": ("rank-data",)}
 _LOADED: dict[str, Stack] = {}
