@@ -16,7 +16,9 @@ from rollproof.gpu_suites.needs import ENGINES, installed
 __all__ = ["ENVIRONMENT", "MemoryWatch", "described"]
 
 _GIB = 2**30
-ENVIRONMENT = re.compile(r"(CUDA|CUBLAS|NCCL|NVSHMEM|VLLM|SGLANG|TORCH|TORCHDYNAMO|TRITON|PYTORCH|OMP|ROLLPROOF|NVIDIA_TF32)_\w+", re.ASCII)
+ENVIRONMENT: re.Pattern[str] = re.compile(
+    r"(CUDA|CUBLAS|NCCL|NVSHMEM|VLLM|SGLANG|TORCH|TORCHDYNAMO|TRITON|PYTORCH|OMP|ROLLPROOF|NVIDIA_TF32)_\w+", re.ASCII
+)
 """Environment variables that change what is computed, or on what: their values go into every report, and no others do."""
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "rollproof", "nvidia-ml-py", "nvidia-nccl-cu13", "nvidia-nccl-cu12")

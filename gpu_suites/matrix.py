@@ -38,7 +38,7 @@ class Routed(StrEnum):
     PERMUTED = "R3 permuted"
 
 
-CONTROLS = (Routed.SHIFTED_TOKEN, Routed.SHIFTED_LAYER, Routed.PERMUTED)
+CONTROLS: tuple[Routed, ...] = (Routed.SHIFTED_TOKEN, Routed.SHIFTED_LAYER, Routed.PERMUTED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -169,7 +169,7 @@ def _lacking(name: str, spec: str, found: Installed) -> str:
 def _engine(mark: Marker) -> tuple[str, str]:
     from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-    given = (*mark.args, *mark.kwargs.values())
+    given: list[Any] = [*mark.args, *mark.kwargs.values()]
     if not given or len(given) > 2 or not all(isinstance(one, str) for one in given) or given[0] not in ENGINES:
         raise UsageError(f"The marker engine(name, spec) takes one of {list(ENGINES)} and a version specifier, not {given}.")
     spec = given[1] if len(given) > 1 else ""
@@ -181,7 +181,7 @@ def _engine(mark: Marker) -> tuple[str, str]:
 
 
 def _number(mark: Marker) -> float:
-    given = (*mark.args, *mark.kwargs.values())
+    given: list[Any] = [*mark.args, *mark.kwargs.values()]
     text = str(given[0]) if len(given) == 1 and not isinstance(given[0], bool) else ""
     whole = mark.name == "gpus"
     if not re.fullmatch(r"[1-9]\d*" if whole else r"\d+(\.\d+)?", text):
