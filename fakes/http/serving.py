@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import signal
 import socket
@@ -128,7 +129,7 @@ def serve_forever(
                 loop.add_signal_handler(number, stop)
         await asyncio.gather(*(server.serve(sockets=[sock]) for server, sock in servers))
 
-    with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+    with _rare_collections(), asyncio.Runner(loop_factory=_fast_loop()) as runner:
         runner.run(run())
 
 
@@ -139,6 +140,19 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave them alone."""
         yield
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """What a call leaves behind has no cycles: looking for some at every few hundred objects is a tenth of a request's time."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
