@@ -136,17 +136,17 @@ class VirtualLoop(base_events.BaseEventLoop):
         """Raises ``SubjectError``: a signal comes in real time."""
         raise SubjectError(_SIGNAL_ADVICE)
 
-    async def create_connection(  # type: ignore[override]  # as for call_soon_threadsafe
+    async def create_connection(
         self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, *, sock: Any = None, **_options: Any
     ) -> tuple[Any, Any]:
         """Connect to a server in memory. Raises ``SubjectError`` where there is no network, as for every other use of sockets."""
         return self._network("create_connection").connect(protocol_factory, host, port, sock)
 
-    async def sock_connect(self, sock: socket.socket, address: Any) -> None:  # type: ignore[override]
+    async def sock_connect(self, sock: socket.socket, address: Any) -> None:
         """As ``create_connection``, of which this is the first half."""
         self._network("sock_connect").reserve(sock, address)
 
-    async def getaddrinfo(self, host: Any, port: Any, **_options: Any) -> list[tuple[Any, ...]]:  # type: ignore[override]
+    async def getaddrinfo(self, host: Any, port: Any, **_options: Any) -> list[tuple[Any, ...]]:
         """As ``create_connection``."""
         return self._network("getaddrinfo").resolve(host, port)
 
