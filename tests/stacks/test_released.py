@@ -30,6 +30,7 @@ PARTS = {
     "slime": ("partial-rollout",),
     "areal": ("remote-engine", "inference-bridge"),
     "verifiers": ("train-client",),
+    "rlinf": ("sglang-worker",),
 }
 BATCHES = {"skyrl": ("batch-tensors", "training-input"), "trl": ("fixed-count-rows", "token-budget-rows"), "slime": ("rank-data",)}
 _LOADED: dict[str, Stack] = {}

@@ -1,0 +1,74 @@
+"""RLinf's classes, and stand-ins for what its SGLang worker imports of SGLang: the engine is the fleet's, and the rest is never called.
+
+RLinf refuses SGLang beyond 0.5.4, which in turn needs a GPU to be imported. So ``sglang`` and the package of the worker, whose
+``__init__`` looks for that release, are replaced by modules with the names that the worker imports; the worker itself is RLinf's own file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollproof.stacks import Release, attributes, missing_dependency
+
+__all__ = ["RELEASE", "RLinf", "import_rlinf"]
+
+RELEASE = Release(distribution="rlinf", versions=("0.3.0",), requirements="rlinf.txt")
+
+_PACKAGE = "rlinf.workers.rollout.sglang"
+_NAMES = {
+    "sglang": (),
+    "sglang.srt": (),
+    "sglang.srt.managers": (),
+    "sglang.srt.managers.io_struct": ("ReleaseMemoryOccupationReqInput", "ResumeMemoryOccupationReqInput"),
+    "sglang.srt.server_args": ("ServerArgs",),
+    _PACKAGE: ("Engine", "io_struct"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RLinf:
+    """The imported classes."""
+
+    worker: Any
+    group: Any
+    result: Any
+
+
+def import_rlinf(version: str) -> RLinf:
+    """Import what the adapter drives (5 to 15 s). Raises ``StackError`` where something that it imports is missing."""
+    try:
+        group, result = attributes("rlinf.data.io_struct", "SeqGroupInfo", "RolloutResult")
+        with _standing_in():
+            (worker,) = attributes(_PACKAGE + ".sglang_worker", "SGLangWorker")
+    except ImportError as error:
+        raise missing_dependency("rlinf", version, error, RELEASE) from error
+    return RLinf(worker=worker, group=group, result=result)
+
+
+@contextmanager
+def _standing_in() -> Iterator[None]:
+    """While inside, the names of ``_NAMES`` can be imported."""
+    before = {name: sys.modules.get(name) for name in _NAMES}
+    rollout: Any = importlib.import_module("rlinf.workers.rollout")
+    for name, members in _NAMES.items():
+        module = ModuleType(name)
+        module.__path__ = [str(Path(folder) / "sglang") for folder in rollout.__path__] if name == _PACKAGE else []
+        for member in members:
+            setattr(module, member, type(member, (), {}))
+        sys.modules[name] = module
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module

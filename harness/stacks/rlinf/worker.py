@@ -1,0 +1,125 @@
+"""RLinf's ``SGLangWorker._async_generate_group``, its ``SeqGroupInfo`` and its ``RolloutResult``, as a subject."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollproof.contract import Contract, KvPolicy, ResumeBy, Rows, Sampling, Versions
+from rollproof.records import EngineOutput, FinishReason, Request, Rollout, as_logprobs, as_tokens
+from rollproof.stacks.rlinf.imported import RLinf
+from rollproof.trace import PauseMode
+
+if TYPE_CHECKING:
+    from rollproof.fakes.engine import FakeEngine
+    from rollproof.fakes.fleet import Fleet
+
+__all__ = ["Answer", "WorkerSubject"]
+
+_ROOM = 1024
+"""The response length of requests that state none, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """A request and its finished ``RolloutResult``."""
+
+    request: Request
+    result: Any
+
+
+class _Engine:
+    """SGLang's ``Engine.async_generate`` over an engine of the fleet."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    async def async_generate(
+        self, *, prompt: Any, sampling_params: Mapping[str, Any], input_ids: list[int], image_data: Any, return_logprob: bool
+    ) -> dict[str, Any]:
+        """One call, and SGLang's dictionary."""
+        sampling = {name: value for name, value in sampling_params.items() if name != "max_new_tokens"}
+        output = await self._engine.generate(
+            prompt_ids=input_ids,
+            max_tokens=sampling_params["max_new_tokens"],
+            sampling=sampling,
+            want_routes=False,
+            want_logprobs=return_logprob,
+        )
+        return {"output_ids": list(output.token_ids), "meta_info": _meta(output)}
+
+
+def _meta(output: EngineOutput) -> dict[str, Any]:
+    meta: dict[str, Any] = {"finish_reason": {"type": str(output.finish_reason)}}
+    if output.logprobs is not None:
+        meta["output_token_logprobs"] = [[float(p), t, None] for p, t in zip(output.logprobs, output.token_ids, strict=True)]
+    return meta
+
+
+class WorkerSubject:
+    """One request is a group of one, which goes on with the next worker whenever it comes back aborted, as RLinf's scheduler migrates it.
+
+    The worker's constructor starts an engine, and its ``rollout`` reads Ray channels: both are left out.
+    """
+
+    contract: Contract
+
+    def __init__(self, rlinf: RLinf) -> None:
+        self._rlinf = rlinf
+
+    def start(self, fleet: Fleet) -> None:
+        """A worker before each engine. RLinf updates weights between rollouts; here updates abort what runs, which then migrates."""
+        fleet.pause_mode = PauseMode.ABORT
+        fleet.clear_cache = True
+        self._fleet = fleet
+        self.contract = Contract(
+            rows=Rows.NONE,
+            resume=ResumeBy.CLIENT,
+            versions=Versions.NONE,
+            logprobs=fleet.flavour.logprobs,
+            abort_surfaces=False,
+            kv_policy=KvPolicy.RECOMPUTE,
+            sampling=Sampling.OWN,
+        )
+
+    async def rollout(self, request: Request) -> Answer:
+        """Until the group is complete. Raises what RLinf raises."""
+        group = self._rlinf.group(id=0, input_ids=list(request.prompt_ids), answer=[], group_size=1)
+        while not group.all_completed:
+            server = self._fleet.balancer.acquire()
+            try:
+                await self._worker(server, request)._async_generate_group(group)
+            finally:
+                self._fleet.balancer.release(server)
+            if not group.all_completed:
+                await asyncio.sleep(self._fleet.case.engine.step)
+        return Answer(request=request, result=self._rlinf.result.from_sglang_seq_group(group, request.want_logprobs))
+
+    async def update_weights(self, version: int | None) -> None:
+        """RLinf's own goes from trainer to scheduler by its collectives."""
+        await self._fleet.sync(version)
+
+    def to_record(self, native: Answer) -> Rollout:
+        """The one sample of a ``RolloutResult``, which says of its end only whether it was a stop."""
+        result = native.result
+        return Rollout(
+            request_id=native.request.request_id,
+            prompt_ids=as_tokens(result.prompt_ids[0]),
+            response_ids=as_tokens(result.response_ids[0]),
+            finish_reason=FinishReason.STOP if result.is_end[0] else FinishReason.LENGTH,
+            logprobs=None if result.rollout_logprobs is None else as_logprobs(result.rollout_logprobs[0]),
+        )
+
+    def stop(self) -> None:
+        """Nothing to free."""
+
+    def _worker(self, server: str, request: Request) -> Any:
+        worker = object.__new__(self._rlinf.worker)
+        worker._engine = _Engine(self._fleet.servers[server])
+        worker._sampling_params = {**request.sampling, "max_new_tokens": _ROOM if request.budget is None else request.budget}
+        worker._return_logprobs = request.want_logprobs
+        worker._logger = None
+        worker.log_warning = lambda _text: None
+        return worker
