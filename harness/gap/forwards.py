@@ -162,7 +162,7 @@ class _Ear:
         """A router's outputs: logits ``(rows, experts)``; the chosen, as ids ``(rows, top_k)`` or as a map; their weights, alike."""
         items = list(output) if isinstance(output, tuple) else [output]
         layer = tap.site.layer
-        flat = [self._flat(item) if isinstance(item, torch.Tensor) else None for item in items]
+        flat: list[Any] = [self._flat(item) if isinstance(item, torch.Tensor) else None for item in items]
         ids = next((i for i, v in enumerate(flat) if v is not None and v.dtype in (torch.int32, torch.int64)), None)
         chosen = next((i for i, v in enumerate(flat) if v is not None and v.dtype is torch.bool), None)
         wide = [i for i, v in enumerate(flat) if v is not None and v.is_floating_point()]
@@ -172,7 +172,7 @@ class _Ear:
         elif chosen is not None:
             weights = next((i for i in wide if flat[i].shape == flat[chosen].shape), None)
         logits = next((i for i in wide if i != weights), None)
-        changed: dict[int, Any] = {}
+        changed: dict[Any, Any] = {}
         if logits is not None:
             changed[logits] = self.visit(Site(layer=layer, role="router"), flat[logits])
         if weights is not None:
