@@ -23,6 +23,7 @@ from rollproof.fakes.http.asgi import Cut
 from rollproof.fakes.http.backing import Backing, ServeOptions
 from rollproof.fakes.http.serving import FACES
 from rollproof.network import Network
+from rollproof.records import Version
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine import FakeEngine
@@ -59,7 +60,7 @@ class FleetBacking(Backing):
         self._given += 1
         return f"{self.engine.server_id}-{self._given}"
 
-    async def load(self, name: str | None, label: str | None, *, flush: bool) -> None:
+    async def load(self, name: str | None, label: Version, *, flush: bool) -> None:
         """Load the weights of the update that runs, and publish its label; ``name`` and ``label`` are how the stack calls them."""
         loading = _LOADING.get()
         version = self._of.weights_of(loading)

@@ -67,8 +67,7 @@ def _standing_in() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, module in before.items():
-            if module is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = module
+        for name, earlier in before.items():
+            sys.modules.pop(name, None)
+            if earlier is not None:
+                sys.modules[name] = earlier
