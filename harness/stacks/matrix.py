@@ -140,6 +140,6 @@ def _problems(table: Mapping[str, Any], pinned: tuple[str, ...]) -> list[str]:
 
 
 def _entry(table: Mapping[str, Any]) -> Entry:
-    texts = {key: table[key] for key in _TEXTS if key in table}
-    checks = {kind: {check: tuple(parts) for check, parts in table.get(kind, {}).items()} for kind in _TABLES}
+    texts: dict[str, Any] = {key: table[key] for key in _TEXTS if key in table}
+    checks: dict[str, Any] = {kind: {check: tuple(parts) for check, parts in table.get(kind, {}).items()} for kind in _TABLES}
     return Entry(**texts, versions=tuple(table["versions"]), **checks)

@@ -94,7 +94,7 @@ def _quiet() -> None:
     """Before the first import: SkyRL asks for Python 3.12 for one class (skyrl/tinker/types.py), and says much on every rollout."""
     import typing_extensions
 
-    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc, assignment]  # pydantic refuses that of 3.11
+    setattr(typing, "TypedDict", typing_extensions.TypedDict)  # noqa: B010 - pydantic refuses that of 3.11
     for name in ("skyrl", *(name for name in logging.root.manager.loggerDict if name.startswith("skyrl."))):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
