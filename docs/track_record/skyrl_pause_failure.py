@@ -22,6 +22,7 @@ async def main():
     try:
         await dispatch.save_weights_for_sampler()
     except OSError as error:
+        await asyncio.sleep(1)  # the other request is on its way, and nobody waits for it any more
         print(
             f"skyrl {VERSION}: one of two servers is dead: {type(error).__name__}; the other was asked {[p.split('?')[0] for p in asked]}"
         )
