@@ -152,7 +152,7 @@ def engines(session: nox.Session, engine: str) -> None:
         for package in ENGINES[engine]["without_dependencies"]:
             session.install("--no-deps", package)
         for package in ENGINES[engine]["taken_out"]:
-            session.run("python", "-m", "pip", "uninstall", "-y", package)
+            session.run_install("python", "-m", "pip", "uninstall", "-y", package)  # with --install-only, too
         shutil.copy(requirements, marker)
     install(session, "test")
     tests = [*map(str, sorted(ROOT.glob(f"tests/engines/test_{engine}*.py"))), "tests/fakes/test_tiny_models.py"]
