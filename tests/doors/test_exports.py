@@ -97,7 +97,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     assert not hasattr(rollproof, "nothing")
 
 
-OPTIONAL = ("torch", "triton")
+OPTIONAL = ("torch", "triton", "skyrl_gym")
 """Packages that only modules need which nobody imports without having them."""
 
 

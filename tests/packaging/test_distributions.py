@@ -88,7 +88,7 @@ def test_every_folder_that_could_be_imported_is_a_listed_package() -> None:
         ".".join([package, *file.parent.relative_to(ROOT / folder).parts])
         for folder, package in FOLDERS.items()
         for file in (ROOT / folder).rglob("*")
-        if file.name == "__init__.py" or (file.suffix == ".txt" and file.parent.name.isidentifier())
+        if file.name == "__init__.py" or (file.suffix in (".txt", ".toml") and file.parent.name.isidentifier())
     }
 
     assert found == set(listed)
