@@ -297,7 +297,8 @@ class _Native:
             for wanted, task in zip(calls, tasks, strict=True):
                 if not task.done():
                     await self._engine.abort(wanted.rid)
-            await asyncio.gather(*tasks, everything, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await everything
         yield b"data: [DONE]\n\n"
 
     async def _streamed(self, asked: Asked, wanted: Wanted, index: int | None, ready: asyncio.Queue[bytes | None]) -> None:

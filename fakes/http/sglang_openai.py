@@ -118,9 +118,10 @@ class OpenAI:
             "metadata": _metadata(output, self._backing),
         }
         if output.routes is not None and not (form.meta and body.get("return_meta_info")):
-            reply["sglext"] = {"routed_experts": as_int32(output.routes).decode("ascii")}
+            extension: dict[str, Any] = {"routed_experts": as_int32(output.routes).decode("ascii")}
             if call.samples > 1:
-                reply["sglext"]["spec_tokens_details"] = []
+                extension["spec_tokens_details"] = []
+            reply["sglext"] = extension
         return Response(dumped(reply), media_type="application/json")
 
     async def _stream(self, asked: Asked, body: Mapping[str, Any], call: SglangCall, form: _Completion) -> AsyncIterator[bytes]:
@@ -173,7 +174,8 @@ class OpenAI:
             for wanted, task in zip(wanted_calls, tasks, strict=True):
                 if not task.done():
                     await self._backing.engine.abort(wanted.rid)
-            await asyncio.gather(*tasks, everything, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await everything
         yield b"data: [DONE]\n\n"
 
 

@@ -77,7 +77,9 @@ class _Absent:
 class _Anything(ModuleType):
     """A module every name of which is a stand-in."""
 
-    __path__: list[str] = []  # noqa: RUF012 - as a package has it
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # as a package has it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
