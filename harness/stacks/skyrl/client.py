@@ -52,8 +52,8 @@ class SkyRLHost:
         self.fleet = fleet
         fleet.pause_mode = PauseMode.KEEP
         fleet.clear_cache = False
-        self.http = HttpFleet(fleet, nested_routes=skyrl.facts.routes is RouteForm.LISTS)
-        self.tokenizer = IdTokenizer(eos_token_id=fleet.policy.eos_id)
+        self.http: HttpFleet = HttpFleet(fleet, nested_routes=skyrl.facts.routes is RouteForm.LISTS)
+        self.tokenizer: IdTokenizer = IdTokenizer(eos_token_id=fleet.policy.eos_id)
         self.client: Any = skyrl.client(
             proxy_url=self.http.router,
             server_urls=list(self.http.urls.values()),

@@ -8,13 +8,13 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from rollproof.stacks.dialogue import spell
 
-__all__ = ["ENTRY", "NAME", "TurnEnvironment"]
+__all__ = ["ENTRY", "NAME"]
 
 NAME = "rollproof-turns"
-ENTRY = "rollproof.stacks.skyrl.environment:TurnEnvironment"
+ENTRY = "rollproof.stacks.skyrl.environment:_TurnEnvironment"
 
 
-class TurnEnvironment(BaseTextEnv):  # type: ignore[misc]  # the base is SkyRL's, known at run time only
+class _TurnEnvironment(BaseTextEnv):  # type: ignore[misc]  # the base is SkyRL's, known at run time only
     """Gives the next answer after each turn that ended by itself (on ``eos``); a turn that was cut off ends the episode."""
 
     def __init__(self, env_config: Any = None, extras: Any = None) -> None:
