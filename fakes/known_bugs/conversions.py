@@ -179,7 +179,6 @@ BUGS: tuple[KnownBug, ...] = (
         ("cf. AReno#524", "cf. miles#496"),
         _RoutesBalancedApart,
         "batch.routes",
-        also=("batch.mixed", "batch.padding"),
     ),
     _bug(
         "batch-filter-hits-neighbour",

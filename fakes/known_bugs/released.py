@@ -77,7 +77,7 @@ BUGS: tuple[KnownBug, ...] = (
         make=_PausesOutsideOfTry,
         cases=(_DEAD,),
         kills=("weights.failed-update-resumes",),
-        also=("lifecycle.no-hang", "lifecycle.counters-return", "lifecycle.survives-death", "weights.every-pause-resumes"),
+        also=("lifecycle.no-hang",),
     ),
     KnownBug(
         id="vanishes-when-empty",
@@ -94,7 +94,6 @@ BUGS: tuple[KnownBug, ...] = (
         make=_AppendsEnd,
         cases=(case(),),
         kills=("stitch.tokens",),
-        also=("stitch.budget-total", "stitch.logprobs-paired", "routes.rows", "versions.one-tag-per-token"),
     ),
     KnownBug(
         id="logprobs-of-answer-forgotten",
@@ -103,7 +102,6 @@ BUGS: tuple[KnownBug, ...] = (
         make=_SkipsEmptyTurns,
         cases=(_ANSWERED,),
         kills=("stitch.logprobs-length",),
-        also=("stitch.logprobs-paired", "stitch.logprobs-present"),
     ),
 )
 """Known bugs of released stacks."""
