@@ -13,13 +13,15 @@ from typing import Any
 from rollproof.gpu_suites.gate import GpuFindings, find_gpus
 from rollproof.gpu_suites.needs import ENGINES, installed
 
-__all__ = ["ENVIRONMENT", "MemoryWatch", "described"]
+__all__ = ["ENVIRONMENT", "PLACE", "MemoryWatch", "described"]
 
 _GIB = 2**30
 ENVIRONMENT: re.Pattern[str] = re.compile(
     r"(CUDA|CUBLAS|NCCL|NVSHMEM|VLLM|SGLANG|TORCH|TORCHDYNAMO|TRITON|PYTORCH|OMP|ROLLPROOF|NVIDIA_TF32)_\w+", re.ASCII
 )
 """Environment variables that change what is computed, or on what: their values go into every report, and no others do."""
+PLACE = "(a path)"
+"""What a report says in place of a path: where one machine keeps its files says nothing of what was computed."""
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "rollproof", "nvidia-ml-py", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
@@ -48,7 +50,9 @@ def described(found: GpuFindings | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {**_versions(), **{name: version for name, version in engines.items() if version}},
         "environment": {
-            name: value for name, value in sorted(os.environ.items()) if ENVIRONMENT.fullmatch(name) and not _SECRET.search(name)
+            name: PLACE if value.startswith(("/", "~")) else value
+            for name, value in sorted(os.environ.items())
+            if ENVIRONMENT.fullmatch(name) and not _SECRET.search(name)
         },
     }
 
