@@ -10,7 +10,7 @@ import pytest
 
 from rollproof.errors import UsageError
 from rollproof.gpu_suites.gate import Gpu, GpuFindings, find_gpus
-from rollproof.gpu_suites.hardware import MemoryWatch, described
+from rollproof.gpu_suites.hardware import PLACE, MemoryWatch, described
 from rollproof.gpu_suites.needs import ENGINES, Installed, Need, free_gpus, installed, needs_of, unmet
 from tests.support.fake_nvml import GIB, Card, fake_nvml
 
@@ -188,15 +188,17 @@ def test_memory_that_comes_back_late_is_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_machine_in_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs, driver, versions and the variables that matter are told; others, and secrets, are not."""
+    """GPUs, driver, versions and the variables that matter are told; others, secrets, and where the machine keeps its files are not."""
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("HOME_OF_SOMEBODY", "x")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/home/somebody/cache")
     told = described(found(monkeypatch, Card()))
 
     assert "NVIDIA H100 80GB HBM3" == told["gpus"][0]["name"]
     assert "9.0" == told["gpus"][0]["capability"]
     assert "0" == told["environment"]["VLLM_USE_FLASHINFER_SAMPLER"]
+    assert PLACE == told["environment"]["TRITON_CACHE_DIR"]
     assert not {"VLLM_API_KEY", "HOME_OF_SOMEBODY"} & set(told["environment"])
     assert "numpy" in told["versions"]
     assert set(ENGINES) >= {"vllm", "sglang", "megatron"}
