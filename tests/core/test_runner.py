@@ -6,7 +6,6 @@ import asyncio
 import gc
 import signal
 import socket
-import sys
 import threading
 import warnings
 from dataclasses import fields, replace
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.case import Action, ActionKind, Case, Trigger
+from rollproof.case import Action, ActionKind, Trigger
 from rollproof.errors import SubjectError
 from rollproof.fakes.managers import REFERENCES, AsSampled
 from rollproof.lending import lend
@@ -24,23 +23,13 @@ from rollproof.records import FinishReason, Request, Rollout, as_tokens
 from rollproof.runner import run_case
 from rollproof.store import dump_trace
 from rollproof.telling import told
-from rollproof.trace import Fault, Gauge, Result, Trace, Update, UpdatePhase
-
-CASE = Case(
-    flavour="vllm",
-    requests=(Request(request_id="r0", prompt_ids=(11, 12), max_tokens=4, sampling={"top_p": 1.0}),),
-    actions=(Action(when=Trigger(request="r0", tokens=2), do=ActionKind.SYNC),),
-    deadline=500.0,
-)
+from rollproof.trace import Gauge, Result, Trace
+from tests.support.running import CASE, result_of
 
 
 def _bytes(trace: Trace, path: Path) -> bytes:
     dump_trace(trace, path)
     return path.read_bytes()
-
-
-def _result(trace: Trace) -> Result:
-    return next(event for event in trace.events if isinstance(event, Result))
 
 
 @pytest.mark.parametrize("name", list(REFERENCES))
@@ -68,7 +57,7 @@ def test_what_a_rollout_raises_is_an_outcome() -> None:
         async def rollout(self, request: Request) -> Rollout | None:
             raise KeyError("weight_version")
 
-    assert "KeyError: 'weight_version'" == _result(run_case(Raises, CASE)).error
+    assert "KeyError: 'weight_version'" == result_of(run_case(Raises, CASE)).error
 
 
 def test_a_deadlocked_rollout_is_a_hang_that_says_what_it_awaits() -> None:
@@ -79,7 +68,7 @@ def test_a_deadlocked_rollout_is_a_hang_that_says_what_it_awaits() -> None:
             await asyncio.get_running_loop().create_future()
             return None
 
-    result = _result(run_case(Waits, CASE))
+    result = result_of(run_case(Waits, CASE))
 
     assert result.hung
     assert result.error is not None
@@ -95,7 +84,7 @@ def test_a_polling_rollout_is_bounded_by_the_virtual_deadline() -> None:
             while True:  # noqa: ASYNC110 - polling for ever is what is tested
                 await asyncio.sleep(1)
 
-    result = _result(run_case(Polls, CASE))
+    result = result_of(run_case(Polls, CASE))
 
     assert result.hung
     assert "the virtual deadline of 500 s passed; it awaits _one (runner.py" in str(result.error)
@@ -109,7 +98,7 @@ def test_a_busy_rollout_is_a_hang() -> None:
             while True:  # noqa: ASYNC110 - spinning is what is tested
                 await asyncio.sleep(0)
 
-    assert "busy loop" in str(_result(run_case(Spins, CASE)).error)
+    assert "busy loop" in str(result_of(run_case(Spins, CASE)).error)
 
 
 def test_changes_to_the_callers_objects_are_recorded() -> None:
@@ -122,7 +111,7 @@ def test_changes_to_the_callers_objects_are_recorded() -> None:
             request.sampling["n"] = 2  # type: ignore[index]
             return await super().rollout(request)
 
-    changed = _result(run_case(Writes, CASE)).caller_changed
+    changed = result_of(run_case(Writes, CASE)).caller_changed
 
     assert "request: 'sampling' went from {'top_p': 1.0} to {'top_p': 1.0, 'n': 2}" == changed[0]
     assert "sampling_params: 'max_tokens' went from 4 to 1" == changed[1]
@@ -143,7 +132,7 @@ def test_arrays_that_change_after_they_were_handed_over_are_recorded() -> None:
         def stop(self) -> None:
             shared[:] = 7
 
-    assert ("routes",) == _result(run_case(Aliases, CASE)).later_changed
+    assert ("routes",) == result_of(run_case(Aliases, CASE)).later_changed
 
 
 @pytest.mark.parametrize(("label", "kept"), [("r1", "r1"), ("7c1e", "r0"), ("r0", "r0")])
@@ -166,7 +155,7 @@ def test_a_sync_subject_is_accepted() -> None:
         def rollout(self, request: Request) -> Any:
             return None
 
-    result = _result(run_case(Drops, CASE))
+    result = result_of(run_case(Drops, CASE))
 
     assert (None, None, False) == (result.rollout, result.error, result.hung)
 
@@ -223,7 +212,7 @@ def test_records_are_brought_into_the_types_that_traces_hold(tmp_path: Path) -> 
         return Extended(**{**values, "logprobs": rollout.logprobs.astype(np.float32), "finish_reason": "length"})
 
     trace = run_case(_returns(narrow), CASE)
-    rollout = _result(trace).rollout
+    rollout = result_of(trace).rollout
 
     assert rollout is not None and rollout.logprobs is not None
     assert (Rollout, np.float64, FinishReason.LENGTH) == (type(rollout), rollout.logprobs.dtype, rollout.finish_reason)
@@ -318,48 +307,10 @@ def test_a_retry_without_a_pause_cannot_outrun_the_clock() -> None:
                 except ConnectionError:
                     continue
 
-    result = _result(run_case(Insists, CASE))
+    result = result_of(run_case(Insists, CASE))
 
     assert result.hung
     assert "the virtual deadline of 500 s passed" in str(result.error)
-
-
-@pytest.mark.parametrize("method", ["start", "stop"])
-def test_a_start_or_stop_that_never_ends_is_told(method: str) -> None:
-    """Both are bounded by the virtual deadline, whether they poll or wait for nothing."""
-
-    async def polls(self: AsSampled, *_args: Any) -> None:
-        if method == "stop" or not hasattr(self, "fleet"):
-            while True:  # noqa: ASYNC110 - polling for ever is what is tested
-                await asyncio.sleep(0.1)
-
-    polling = type("Polling", (AsSampled,), {method: polls})
-
-    with pytest.raises(SubjectError, match=f"`{method}` never ended: the virtual deadline of 500 s passed"):
-        run_case(polling, CASE)
-
-
-@pytest.mark.parametrize("place", ["start", "rollout", "to_record", "stop"])
-def test_a_subject_that_exits_is_refused(place: str) -> None:
-    """``sys.exit(0)`` in a user's code must not end a run as if it had passed."""
-
-    def exits(*_args: Any) -> None:
-        raise SystemExit(0)
-
-    exiting = type("Exiting", (AsSampled,), {place: exits})
-
-    with pytest.raises(SubjectError, match=rf"{place}.*SystemExit"):
-        run_case(exiting, CASE)
-
-
-def test_a_rollout_that_is_cancelled_within_has_ended_with_an_error() -> None:
-    """A stack that lets its own cancellation through hands over an error."""
-
-    class Cancelled(AsSampled):
-        async def rollout(self, request: Request) -> Rollout | None:
-            raise asyncio.CancelledError("by the stack")
-
-    assert "CancelledError: by the stack" == _result(run_case(Cancelled, CASE)).error
 
 
 @pytest.mark.parametrize(
@@ -393,84 +344,6 @@ def test_a_loop_of_its_own_leaves_no_warnings(bring: Any) -> None:
         gc.collect()
 
     assert [] == [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
-
-
-class _Odd(BaseException):
-    """No ``Exception``: what some libraries stop their workers with."""
-
-
-ODD = [
-    asyncio.CancelledError("by the stack"),
-    GeneratorExit("gone"),
-    _Odd("odd"),
-    BaseExceptionGroup("several", [_Odd("inner")]),
-]
-
-
-def _raising(method: str, error: BaseException) -> type[AsSampled]:
-    async def raises(self: AsSampled, *_args: Any) -> None:
-        raise error
-
-    return type("Raising", (AsSampled,), {method: raises})
-
-
-@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
-def test_an_update_may_fail_in_any_way(error: BaseException) -> None:
-    """Whatever an update raises, it has failed, and the run goes on to be judged."""
-    events = run_case(_raising("update_weights", error), CASE).events
-
-    assert [UpdatePhase.ASKED, UpdatePhase.FAILED] == [event.phase for event in events if isinstance(event, Update)]
-    assert [True] == [event.detail.startswith(type(error).__name__) for event in events if isinstance(event, Fault)]
-    assert [None] == [event.error for event in events if isinstance(event, Result)]
-
-
-@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
-def test_a_rollout_may_end_in_any_way(error: BaseException) -> None:
-    """Whatever a rollout raises, it is the end of the request."""
-    assert str(_result(run_case(_raising("rollout", error), CASE)).error).startswith(type(error).__name__)
-
-
-@pytest.mark.parametrize("method", ["start", "to_record", "stop", "gauges"])
-@pytest.mark.parametrize("error", ODD, ids=lambda error: type(error).__name__)
-def test_whatever_a_method_raises_is_told_as_its_own(method: str, error: BaseException) -> None:
-    """Methods without which nothing can be judged are named, with what they raised."""
-    with pytest.raises(SubjectError, match=rf"Raising\.{method}.* raised {type(error).__name__}: "):
-        run_case(_raising(method, error), CASE)
-
-
-@pytest.mark.parametrize("method", ["start", "rollout", "update_weights", "to_record", "stop", "gauges"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), BaseExceptionGroup("of tasks", [KeyboardInterrupt()])], ids=["bare", "in a group"])
-def test_an_interrupt_ends_the_run_at_once(method: str, error: BaseException) -> None:
-    """Ctrl-C is the user's, wherever it is raised."""
-    with pytest.raises(KeyboardInterrupt):
-        run_case(_raising(method, error), CASE)
-
-
-def test_an_exit_in_an_update_is_refused() -> None:
-    """``sys.exit(0)`` in an update, or in a task or a callback of the subject's, does not end a run as if it had passed."""
-
-    async def in_a_task(self: AsSampled, _request: Request) -> None:
-        async def work() -> None:
-            sys.exit(0)
-
-        await asyncio.create_task(work())
-
-    with pytest.raises(SubjectError, match=r"update_weights ends the process \(SystemExit: 0\): raise an exception instead"):
-        run_case(_raising("update_weights", SystemExit(0)), CASE)
-    with pytest.raises(SubjectError, match=r"A task or a callback of .* ends the process \(SystemExit: 0\)"):
-        run_case(type("Exiting", (AsSampled,), {"rollout": in_a_task}), CASE)
-
-
-def test_a_subject_that_cancels_every_task_is_told() -> None:
-    """Cancelling all tasks of the loop would cancel the caller of a rollout, too."""
-
-    async def cancels(self: AsSampled, _request: Request) -> None:
-        for task in asyncio.all_tasks():
-            task.cancel()
-        await asyncio.sleep(1)
-
-    with pytest.raises(SubjectError, match="cancels tasks that it did not start"):
-        run_case(type("Cancels", (AsSampled,), {"rollout": cancels}), CASE)
 
 
 def test_an_exception_is_told_in_one_line() -> None:

@@ -3,9 +3,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,92 +10,11 @@ import pytest
 
 import rollproof
 from rollproof.checks import Verdict
-from rollproof.errors import ConformanceError, ExpectationError, SubjectError, TraceError, UsageError
+from rollproof.errors import ConformanceError, ExpectationError, SubjectError, UsageError
 from rollproof.recording import EngineCall, Recording
 from rollproof.records import EngineOutput, FinishReason, Request, Rollout
-from rollproof.store import open_trace
-from rollproof.trace import Call, Event, Reply, Result, Submit
-from tests.support.building import coded_rows, contract
-
-PROMPT = (1, 2, 3)
-CONTRACT = contract(versions="none", finish_reason=True)
-
-
-class Engine:
-    """Answers two tokens and an abort at first, then the rest: what a stack under an existing test talks to."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def generate(self, prompt: list[int], budget: int) -> dict[str, Any]:
-        self.calls += 1
-        ids = [10 + len(prompt) + i for i in range(2 if self.calls % 2 else budget)]
-        rows = coded_rows(0, len(prompt) + len(ids) - 1, 0)
-        reason = "abort" if self.calls % 2 else "length"
-        return {"ids": ids, "logprobs": [-0.5 - 0.01 * i for i in range(len(ids))], "rows": rows, "reason": reason}
-
-
-class Client:
-    """A resume loop as users write it; ``repeat_rows`` is the field's most frequent fault."""
-
-    def __init__(self, engine: Engine, *, repeat_rows: bool = False) -> None:
-        self.generate = engine.generate
-        self.repeat_rows = repeat_rows
-
-    def rollout(self, prompt: list[int]) -> dict[str, Any]:
-        ids: list[int] = []
-        logprobs: list[float] = []
-        rows: Any = None
-        reason = "abort"
-        while reason == "abort":
-            answer = self.generate([*prompt, *ids], 4 - len(ids))
-            new = answer["rows"]
-            rows = new if rows is None else np.concatenate([rows, new if self.repeat_rows else new[len(rows) :]])
-            ids += answer["ids"]
-            logprobs += answer["logprobs"]
-            reason = answer["reason"]
-        return {"ids": ids, "logprobs": logprobs, "rows": rows, "reason": reason}
-
-
-def to_request(prompt: list[int]) -> Request:
-    return Request(request_id=f"r{prompt[0]}", prompt_ids=tuple(prompt), max_tokens=4)
-
-
-def to_call(prompt: list[int], budget: int) -> EngineCall:
-    return EngineCall(prompt_ids=tuple(prompt), max_tokens=budget)
-
-
-def to_output(answer: dict[str, Any]) -> EngineOutput:
-    return EngineOutput(
-        token_ids=tuple(answer["ids"]),
-        logprobs=np.array(answer["logprobs"]),
-        routes=answer["rows"],
-        finish_reason=FinishReason(answer["reason"]),
-    )
-
-
-def to_record(prompt: list[int]) -> Any:
-    def record(native: dict[str, Any]) -> Rollout:
-        return Rollout(
-            request_id=f"r{prompt[0]}",
-            prompt_ids=tuple(prompt),
-            response_ids=tuple(native["ids"]),
-            finish_reason=FinishReason(native["reason"]),
-            logprobs=np.array(native["logprobs"]),
-            routes=native["rows"],
-        )
-
-    return record
-
-
-def wired(trace: Recording, client: Client, prompt: list[int]) -> Any:
-    """The client's rollout function, recorded."""
-    client.generate = trace.engine(client.generate, to_call=to_call, to_output=to_output)
-    return trace.rollout(client.rollout, to_request=to_request, to_record=to_record(prompt))
-
-
-def kinds(events: tuple[Event, ...]) -> list[str]:
-    return [event.kind for event in events]
+from rollproof.trace import Call, Reply, Result, Submit
+from tests.support.recorded import CONTRACT, Client, Engine, kinds, to_call, to_output, to_record, to_request, wired
 
 
 def test_a_correct_client_passes() -> None:
@@ -195,16 +111,6 @@ def test_what_the_stack_raises_is_recorded_and_goes_on() -> None:
     assert ["submit", "call", "fault", "result"] == kinds(recording.recorded.events)
     assert isinstance(recording.recorded.events[-1], Result)
     assert "ConnectionError: server gone" == recording.recorded.events[-1].error
-
-
-def test_an_exception_of_the_block_passes_and_the_trace_is_saved(tmp_path: Path) -> None:
-    """The test's own failure is not replaced by verdicts; what was recorded until then is kept."""
-    with pytest.raises(ZeroDivisionError):
-        with rollproof.record(CONTRACT, save=tmp_path / "trace.json") as trace:
-            wired(trace, Client(Engine(), repeat_rows=True), [1, 2, 3])([1, 2, 3])
-            _ = 1 / 0
-
-    assert 6 == len(list(open_trace(tmp_path / "trace.json")))
 
 
 def test_a_block_that_records_nothing_is_an_error() -> None:
@@ -399,51 +305,6 @@ def test_requests_that_never_end_are_told() -> None:
             trace.submit(to_request([1]))
 
 
-@pytest.mark.parametrize("save", [5, b"trace.json", "a\0b"])
-def test_what_is_no_path_is_told_before_the_block(save: Any) -> None:
-    """In our words, not in those of the file system."""
-    with pytest.raises(UsageError, match=r"save must be a path, such as 'out/trace\.json', not "):
-        rollproof.record(CONTRACT, save=save)
-
-
-def test_a_place_that_cannot_be_written_to_is_told_before_the_block(tmp_path: Path) -> None:
-    """A recording whose trace could not be saved does not begin; folders are made."""
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"Cannot write .*file/trace\.json: Not a directory"):
-        rollproof.record(CONTRACT, save=tmp_path / "file" / "trace.json")
-    with rollproof.record(CONTRACT, save=tmp_path / "deep" / "trace.json") as trace:
-        wired(trace, Client(Engine()), [1, 2, 3])([1, 2, 3])
-
-    assert 6 == len(list(open_trace(tmp_path / "deep" / "trace.json")))
-
-
-def test_a_place_that_breaks_during_the_block_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block's own exception, and the findings, are raised as ever, with a note; alone, the trouble is raised. The trace is kept."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-    def run(*, faulty: bool, broken: bool) -> None:
-        with rollproof.record(CONTRACT, save=tmp_path / "out" / "trace.json") as trace:
-            (tmp_path / "out").touch()
-            wired(trace, Client(Engine(), repeat_rows=faulty), [1, 2, 3])([1, 2, 3])
-            if broken:
-                raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as error:
-        run(faulty=False, broken=True)
-    (kept,) = tmp_path.glob("rollproof-*/trace.json")
-    assert [f"The recorded trace could not be saved in its place: FileExistsError: [Errno 17] File exists: '{tmp_path}/out'"] == [
-        note.removeprefix("rollproof: ").partition(". It was kept as ")[0] for note in error.value.__notes__
-    ]
-    assert 6 == len(list(open_trace(kept)))
-    (tmp_path / "out").unlink()
-    with pytest.raises(ConformanceError, match=r"routes\.rows") as findings:
-        run(faulty=True, broken=False)
-    assert "It was kept as " in findings.value.__notes__[0]
-    (tmp_path / "out").unlink()
-    with pytest.raises(TraceError, match=r"could not be saved in its place: .* It was kept as .*trace\.json"):
-        run(faulty=False, broken=False)
-
-
 def test_an_engine_call_that_raises_excuses_the_error_of_its_request() -> None:
     """A stack whose engine is gone may hand over an error: nothing is wrong with it."""
 
@@ -457,121 +318,3 @@ def test_an_engine_call_that_raises_excuses_the_error_of_its_request() -> None:
             wired(trace, client, [1, 2, 3])([1, 2, 3])
 
     assert () == trace.report.failed
-
-
-class Pooled(Client):
-    """Calls its engine in a thread of an executor, which has no context of the rollout."""
-
-    def __init__(self, engine: Engine, pool: ThreadPoolExecutor) -> None:
-        super().__init__(engine)
-        self.pool = pool
-
-    def rollout(self, prompt: list[int]) -> dict[str, Any]:
-        made = self.generate
-        self.generate = lambda *args: self.pool.submit(made, *args).result()
-        try:
-            return super().rollout(prompt)
-        finally:
-            self.generate = made
-
-
-def _twins(trace: Recording, *, name_calls: bool) -> None:
-    """Two rollouts of one prompt at once, whose calls a pool makes: the second begins when the first has made one call."""
-    first, second = threading.Event(), threading.Event()
-    names = {id(first): "a", id(second): "b"}
-
-    def rollout(event: threading.Event) -> dict[str, Any]:
-        with ThreadPoolExecutor(1) as pool:
-            engine = Engine()
-
-            def call(prompt: list[int], budget: int) -> EngineCall:
-                return EngineCall(prompt_ids=tuple(prompt), max_tokens=budget, request_id=names[id(event)] if name_calls else None)
-
-            def answer(prompt: list[int], budget: int) -> dict[str, Any]:
-                found = engine.generate(prompt, budget)
-                if event is first:
-                    first.set()
-                    assert second.wait(5)
-                return {**found, "ids": [token + (100 if event is second else 0) for token in found["ids"]]}
-
-            client = Client(engine)
-            client.generate = trace.engine(answer, to_call=call, to_output=to_output)
-            pooled = client.generate
-            client.generate = lambda *args: pool.submit(pooled, *args).result()
-            return client.rollout([1, 2, 3])
-
-    def request(event: threading.Event) -> Request:
-        return Request(request_id=names[id(event)], prompt_ids=(1, 2, 3), max_tokens=4)
-
-    def record(event: threading.Event) -> Any:
-        return lambda native: replace(to_record([1, 2, 3])(native), request_id=names[id(event)])
-
-    def run(event: threading.Event) -> None:
-        trace.rollout(rollout, to_request=request, to_record=record(event))(event)
-
-    threads = [threading.Thread(target=run, args=(event,)) for event in (first, second)]
-    threads[0].start()
-    assert first.wait(5)
-    threads[1].start()
-    threads[1].join(5)
-    second.set()
-    threads[0].join(5)
-
-
-@pytest.mark.parametrize("name_calls", [False, True])
-def test_calls_that_cannot_be_attributed_are_not_judged(name_calls: bool) -> None:
-    """Equal prompts and calls from threads without a context: the requests are unknown, unless calls name them; nobody is blamed."""
-    with rollproof.record(CONTRACT, only=["stitch"]) as trace:
-        _twins(trace, name_calls=name_calls)
-    tokens = next(result for result in trace.report.results if result.id == "stitch.tokens")
-
-    assert (Verdict.PASS if name_calls else Verdict.UNKNOWN) == tokens.verdict
-    assert name_calls or "of which cannot be told whether they are this request's: give `request_id`" in tokens.reason
-
-
-def test_distinct_prompts_are_attributed_from_any_thread() -> None:
-    """Calls of an executor's threads are told by their prompts."""
-    with ThreadPoolExecutor(2) as pool, rollproof.record(CONTRACT) as trace:
-        for prompt in ([1, 2, 3], [4, 5, 6]):
-            wired(trace, Pooled(Engine(), pool), prompt)(prompt)
-    calls = [event for event in trace.recorded.events if isinstance(event, Call)]
-
-    assert ["r1", "r1", "r4", "r4"] == [call.request_id for call in calls]
-
-
-def test_twins_of_a_group_are_told_by_their_contexts() -> None:
-    """Equal prompts are no trouble where each rollout makes its calls itself, or in tasks that it starts."""
-
-    async def run(trace: Recording, name: str, *, child: bool) -> None:
-        engine = Engine()
-
-        async def answer(prompt: list[int], budget: int) -> dict[str, Any]:
-            await asyncio.sleep(0)
-            return engine.generate(prompt, budget)
-
-        generate = trace.engine(answer, to_call=to_call, to_output=to_output)
-
-        async def rollout(prompt: list[int]) -> dict[str, Any]:
-            ids: list[int] = []
-            answers: list[dict[str, Any]] = []
-            while not answers or answers[-1]["reason"] == "abort":
-                call = generate([*prompt, *ids], 4 - len(ids))
-                answers.append(await asyncio.create_task(call) if child else await call)
-                ids += answers[-1]["ids"]
-            logprobs = [value for each in answers for value in each["logprobs"]]
-            return {"ids": ids, "logprobs": logprobs, "rows": answers[-1]["rows"], "reason": answers[-1]["reason"]}
-
-        def record(native: dict[str, Any]) -> Rollout:
-            return replace(to_record([1, 2, 3])(native), request_id=name)
-
-        request = Request(request_id=name, prompt_ids=(1, 2, 3), max_tokens=4)
-        await trace.rollout(rollout, to_request=lambda prompt: request, to_record=record)([1, 2, 3])
-
-    async def both(trace: Recording, *, child: bool) -> None:
-        await asyncio.gather(*(run(trace, name, child=child) for name in "ab"))
-
-    for child in (False, True):
-        with rollproof.record(CONTRACT, only=["stitch.tokens"]) as trace:
-            asyncio.run(both(trace, child=child))
-        assert [Verdict.PASS] == [result.verdict for result in trace.report.results]
-        assert [()] * 4 == [event.candidates for event in trace.recorded.events if isinstance(event, Call)]

@@ -9,9 +9,11 @@ from rollproof.checks import CheckResult, Finding, Registry, Verdict, default_re
 from rollproof.invariants import lifecycle, weights
 from rollproof.judge import judge
 from rollproof.oracle import Oracle
-from rollproof.trace import Abort, Admit, Call, Fault, Gauge, Observation, Trace
+from rollproof.trace import Abort, Admit, Call, Fault, Gauge, Observation, PauseMode, Trace
 from tests.support.building import TraceBuilder, contract
 
+FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
+"""Pauses that keep running calls where they are."""
 REGISTRY = Registry([*weights.CHECKS, *lifecycle.CHECKS])
 CASE: Mapping[str, Any] = {"partial": True, "clear_cache": True, "pause_mode": "abort", "actions": (), "engine": {"step": 1.0}}
 

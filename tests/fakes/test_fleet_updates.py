@@ -1,0 +1,201 @@
+"""Weight updates of the fleet: whole, identical, unlabelled, failing, waiting, past the dead."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from rollproof.case import ActionKind, EngineOptions
+from rollproof.contract import KvPolicy
+from rollproof.fakes.failures import TransferFailed
+from rollproof.fakes.managers import AsSampled
+from rollproof.runner import run_case
+from rollproof.trace import Fault, Pause, PauseMode, Reply, Result, Resume, Weights
+from tests.support.engines import on_clock
+from tests.support.fleets import R0, R1, act, case, fleet_of, lengths, ran, seen
+
+
+def test_sync() -> None:
+    """A weight update in full: pause, load, resume; the call resumes under the new weights."""
+    trace = ran(act(ActionKind.SYNC))
+    kinds = [event.kind for event in trace if event.kind in ("pause", "weights", "resume")]
+    assert kinds == ["weights", "pause", "weights", "resume"]
+    assert [(event.version, event.label) for event in seen(trace, Weights)] == [(0, 0), (1, 1)]
+    assert [span.version for reply in seen(trace, Reply) for span in reply.true_tokens or ()] == [0, 1]
+
+
+def test_sync_goes_through_the_subject() -> None:
+    """The update is the subject's: ``update_weights`` gets the label."""
+    asked: list[int | None] = []
+
+    class Own(AsSampled):
+        async def update_weights(self, version: int | None) -> None:
+            """Remember what was asked."""
+            asked.append(version)
+
+    run_case(Own, case(act(ActionKind.SYNC, 1), act(ActionKind.SYNC_UNLABELLED, 2), act(ActionKind.SYNC_IDENTITY, 3)))
+    assert asked == [1, None, 3]
+
+
+def test_sync_unlabelled() -> None:
+    """Other weights, no label: what is shown afterwards is unknown."""
+    trace = ran(act(ActionKind.SYNC_UNLABELLED))
+    assert [(event.version, event.label) for event in seen(trace, Weights)] == [(0, 0), (1, None)]
+    assert [span.version for span in seen(trace, Reply)[-1].output.spans] == [None]
+
+
+def test_an_unlabelled_update_may_reach_one_server_after_the_other() -> None:
+    """While it runs, ``None`` means the weights that it is for; the next one brings new ones."""
+
+    async def main() -> None:
+        fleet = fleet_of(servers=2)
+
+        async def one_by_one(label: int | None) -> None:
+            for name in fleet.servers:
+                await fleet.sync(label, servers=(name,))
+
+        fleet.set_updater(one_by_one)
+        for version in (1, 2):
+            assert await fleet.update(None)
+            assert [version, version] == [server.version for server in fleet.servers.values()]
+
+    on_clock(main)
+
+
+def test_sync_identity() -> None:
+    """The same weights under a new label, marked as such."""
+    trace = ran(act(ActionKind.SYNC_IDENTITY))
+    assert [(event.version, event.label, event.identity) for event in seen(trace, Weights)] == [(0, 0, False), (0, 1, True)]
+
+
+def test_sync_fails_and_a_later_one_works() -> None:
+    """The transfer raises in the middle; the servers run on with what they have, and 20 steps later an update works."""
+    trace = ran(act(ActionKind.SYNC_FAILS), requests=(replace(R0, max_tokens=40),), servers=2)
+    faults, weights = seen(trace, Fault), seen(trace, Weights)
+    assert [(fault.what, fault.server_id) for fault in faults] == [("update-failure", "s1"), ("update-failure", None)]
+    assert sorted((event.version, event.server_id) for event in weights) == [(0, "s0"), (0, "s1"), (1, "s0"), (2, "s0"), (2, "s1")]
+    assert weights[3].time - faults[0].time >= 20
+    assert len(seen(trace, Pause)) == len(seen(trace, Resume)) == 4
+
+
+def test_sync_twice_runs_one_after_the_other() -> None:
+    """Two updates started at once do not interleave: the default procedure lets one wait."""
+    trace = ran(act(ActionKind.SYNC_TWICE))
+    steps = [(event.kind, getattr(event, "version", "")) for event in trace if event.kind in ("pause", "weights", "resume")]
+    assert steps[1:] == [("pause", ""), ("weights", 1), ("resume", ""), ("pause", ""), ("weights", 2), ("resume", "")]
+
+
+def test_skew() -> None:
+    """New weights reach one server; the next sync brings all to the same."""
+    trace = ran(act(ActionKind.SKEW, 1, server="s1"), act(ActionKind.SYNC, 3), servers=2)
+    weights = [(event.server_id, event.version) for event in seen(trace, Weights)[2:]]
+    assert (weights[0], sorted(weights[1:])) == (("s1", 1), [("s0", 2), ("s1", 2)])
+
+
+def test_relabel() -> None:
+    """Only a label is published: nothing ends, and the weights stay."""
+    trace = ran(act(ActionKind.RELABEL))
+    assert [(event.version, event.label, event.loaded) for event in seen(trace, Weights)] == [(0, 0, True), (0, 1, False)]
+    assert lengths(trace) == [4]
+
+
+def test_sync_resumes_whatever_fails() -> None:
+    """After a transfer that raises, no server stays paused, and the error reaches whoever asked for the update."""
+
+    async def main() -> None:
+        fleet = fleet_of(servers=2)
+        fleet.servers["s1"].fail_next_load = True
+        with pytest.raises(TransferFailed):
+            await fleet.sync(1)
+        assert [server.paused for server in fleet.servers.values()] == [False, False]
+
+    on_clock(main)
+
+
+def test_updates_that_wait_for_their_turn_load_what_they_were_asked_to() -> None:
+    """Several updates at once, with and without a label, load each weights once, in the order in which they were asked for."""
+    trace = ran(
+        *(act(kind, 1, request=request) for kind in (ActionKind.SYNC_TWICE, ActionKind.SYNC_UNLABELLED) for request in ("r0", "r1")),
+        requests=(R0, R1),
+        pause_mode=PauseMode.WAIT,
+    )
+    assert [event.version for event in seen(trace, Weights)] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_skewed_update_may_fail_as_well() -> None:
+    """A transfer that breaks while only one server is updated is a fault of the run, not the end of it."""
+
+    async def main() -> None:
+        fleet = fleet_of(servers=2)
+        fleet.servers["s1"].fail_next_load = True
+        assert not await fleet.skew(fleet.train(), "s1")
+        assert await fleet.skew(fleet.train(), "s1")
+        assert [server.version for server in fleet.servers.values()] == [0, 2]
+
+    on_clock(main)
+
+
+def test_sync_leaves_out_the_dead() -> None:
+    """A dead server does not stop an update of the others, nor does one that dies in the middle."""
+
+    async def main() -> None:
+        fleet = fleet_of(servers=3)
+        fleet.servers["s0"].kill()
+        sync = asyncio.ensure_future(fleet.sync(1))
+        await asyncio.sleep(0.5)
+        fleet.servers["s1"].kill()
+        await sync
+        assert [server.version for server in fleet.servers.values()] == [0, 0, 1]
+        await fleet.revive("s0")
+        assert fleet.servers["s0"].version == 1
+
+    on_clock(main)
+
+
+def test_an_update_that_raises_is_a_fault_of_the_run() -> None:
+    """What a subject's procedure raises is recorded and does not end the run."""
+
+    class Broken(AsSampled):
+        async def update_weights(self, version: int | None) -> None:
+            """Raise."""
+            raise OSError("no route to trainer")
+
+    trace = run_case(Broken, case(act(ActionKind.SYNC)))
+    assert [(fault.what, fault.detail) for fault in seen(trace, Fault)] == [("update-failure", "OSError: no route to trainer")]
+    assert seen(trace, Result)[0].rollout is not None
+
+
+def test_an_update_that_never_ends_is_told() -> None:
+    """It is cancelled at the deadline and recorded; the run ends."""
+
+    class Stuck(AsSampled):
+        async def update_weights(self, version: int | None) -> None:
+            """Wait for ever."""
+            await asyncio.get_running_loop().create_future()
+
+    trace = run_case(Stuck, case(act(ActionKind.SYNC), deadline=50.0))
+    assert [(fault.what, fault.detail) for fault in seen(trace, Fault)] == [("update-hung", "action 1: sync at r0/2")]
+
+
+@pytest.mark.parametrize(
+    ("mode", "clear", "cache", "policy"),
+    [
+        (PauseMode.ABORT, True, True, KvPolicy.RECOMPUTE),
+        (PauseMode.ABORT, False, False, KvPolicy.RECOMPUTE),
+        (PauseMode.ABORT, False, True, KvPolicy.KEEP),
+        (PauseMode.KEEP, True, False, KvPolicy.RECOMPUTE),
+        (PauseMode.KEEP, False, False, KvPolicy.KEEP),
+        (PauseMode.IN_PLACE, True, False, KvPolicy.KEEP),
+        (PauseMode.RETRACT, False, True, KvPolicy.KEEP),
+    ],
+)
+def test_kv_policy(mode: PauseMode, clear: bool, cache: bool, policy: KvPolicy) -> None:
+    """KV of older weights is used where calls stay frozen with it, or a prefix cache outlives the update."""
+
+    async def main() -> None:
+        fleet = fleet_of(pause_mode=mode, clear_cache=clear, engine=EngineOptions(prefix_cache=cache))
+        assert fleet.engine_contract.kv_policy is policy
+
+    on_clock(main)
