@@ -90,6 +90,11 @@ class Model:
     eos_every: int | None = None
     """On average one token in this many is the end-of-sequence token; ``None``: never."""
 
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        """The fields of a ``Contract`` that follow from the model: ``Contract(**model.sizes, ...)``."""
+        return {"num_layers": self.num_layers, "moe_layers": self.moe_layers, "num_experts": self.num_experts, "top_k": self.top_k}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
