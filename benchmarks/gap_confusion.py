@@ -1,19 +1,23 @@
 """What the gap's diagnosis calls each planted fault: on the closed-form fake over many seeds, or on a tiny real model.
 
-python benchmarks/gap_confusion.py [--seeds 50] [--real] [--only NAME...]
+python benchmarks/gap_confusion.py [--seeds 50] [--real [--contexts 4] [--family qwen3_moe]] [--first 1000] [--jobs 1] [--only NAME...]
+
+On the real model each of ``--contexts`` is a model and texts of its own, with ``--seeds`` data sets a fault drawn from their forwards.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rollproof.fakes.gap_faults import GAP_FAULTS, gap_columns
 from rollproof.gap import measure
 
+NUMERICS = "numerics only"
 EXPECTED = {
     "raw logprobs": "temperature or logprob mode",
     "trainer temperature": "temperature or logprob mode",
@@ -27,54 +31,77 @@ EXPECTED = {
     "capture": "polluted capture",
 }
 """The class of a fault of the closed-form fake, by how its name begins; others are called as their class."""
+Sets = Iterator[tuple[str, str, Callable[[int], Any]]]
 
 
-def fakes(first: int) -> Iterator[tuple[str, str, Callable[[int], Any]]]:
+def fakes(first: int) -> Sets:
     for fault in GAP_FAULTS:
         expected = next((told for begin, told in EXPECTED.items() if fault.startswith(begin)), fault)
         yield fault, expected, lambda seed, fault=fault: gap_columns(fault, seed=first + seed)
 
 
-def real(first: int) -> Iterator[tuple[str, str, Callable[[int], Any]]]:
-    from gap_real import FAULTS, Contexts, Draw
+def real(first: int, family: str) -> Sets:
+    import torch
+    from gap_real import FAULTS, Contexts
 
-    contexts = Contexts(first)
-
-    def columns(plant: Any, seed: int) -> Any:
-        draw = Draw(contexts, seed)
-        plant(draw)
-        return draw.columns()
-
+    torch.set_num_threads(1)
+    contexts = Contexts(first, family)
     for fault, (expected, plant) in FAULTS.items():
-        yield fault, expected, lambda seed, plant=plant: columns(plant, first + seed)
+        yield fault, expected, plant(contexts).draw
+
+
+def told_of(work: tuple[argparse.Namespace, int]) -> list[tuple[str, str, str, bool]]:
+    """For each data set of one first seed: its fault, the class that is right, what was told, whether all that was told is harmless."""
+    options, first = work
+    out = []
+    for fault, expected, make in real(first, options.family) if options.real else fakes(first):
+        if options.only and fault not in options.only:
+            continue
+        for seed in range(options.seeds):
+            report = measure(**make(seed), limits="tiny-bf16" if options.real else None, resamples=200)
+            names = " + ".join(cause.name for cause in report.causes)
+            out.append((fault, expected, names, all(cause.harmless for cause in report.causes)))
+    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=50)
     parser.add_argument("--first", type=int, default=1000)
-    parser.add_argument("--real", action="store_true", help="a tiny Qwen3-MoE of HF transformers instead of the fake")
+    parser.add_argument("--real", action="store_true", help="tiny models of HF transformers instead of the fake")
+    parser.add_argument("--contexts", type=int, default=4)
+    parser.add_argument("--family", default="qwen3_moe")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", nargs="*")
     options = parser.parse_args()
-    where = "a tiny real model" if options.real else "the closed-form fake"
-    print(f"{options.seeds} data sets a fault on {where}, 30,000 tokens in 60 sequences each")
-    begun, right, total, blamed, healthy, classes = time.perf_counter(), 0, 0, 0, 0, set()
-    for fault, expected, make in (real if options.real else fakes)(options.first):
-        if options.only and fault not in options.only:
-            continue
-        told: Counter[str] = Counter()
-        for seed in range(options.seeds):
-            report = measure(**make(seed), limits="tiny-bf16" if options.real else None, resamples=200)
-            names = [cause.name for cause in report.causes]
-            told[" + ".join(names)] += 1
-            hit = names[:1] == [expected]
-            right, total = right + hit, total + 1
-            if expected == "numerics only":
-                healthy, blamed = healthy + 1, blamed + (not all(cause.harmless for cause in report.causes))
-        classes.add(expected)
-        print(f"{fault:28} {', '.join(f'{name}: {count}' for name, count in told.most_common())}", flush=True)
-    print(f"{right} of {total} right ({right / total:.1%}) over {len(classes)} classes; numerics blamed {blamed} of {healthy} times;"
-          f" {time.perf_counter() - begun:.0f} s")  # fmt: skip
+    where = f"{options.contexts} tiny models ({options.family})" if options.real else "the closed-form fake"
+    print(f"{options.seeds} data sets a fault on {where}, 30,000 tokens in 60 sequences each", flush=True)
+    begun, rows = time.perf_counter(), []
+    work = [(options, options.first + number) for number in range(options.contexts if options.real else 1)]
+    if options.jobs > 1:
+        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+            for found in pool.imap_unordered(told_of, work):
+                rows += found
+    else:
+        for part in work:
+            rows += told_of(part)
+    table(rows)
+    print(f"{time.perf_counter() - begun:.0f} s")
+
+
+def table(rows: list[tuple[str, str, str, bool]]) -> None:
+    told: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for fault, expected, names, _ in rows:
+        told[fault, expected][names] += 1
+    for (fault, expected), counts in told.items():
+        sure = counts[expected] / counts.total()
+        print(f"{fault:32} {sure:6.1%}  {', '.join(f'{name}: {count}' for name, count in counts.most_common())}")
+    right = sum(names == expected for _, expected, names, _ in rows)
+    first = sum(names.split(" + ")[0] == expected for _, expected, names, _ in rows)
+    healthy = [harmless for _, expected, _, harmless in rows if expected == NUMERICS]
+    print(f"{len({expected for _, expected in told})} classes, {len(rows)} data sets")
+    print(f"right, and nothing else told: {right} ({right / len(rows):.1%}); right in the first place: {first} ({first / len(rows):.1%})")
+    print(f"numerics called anything else: {healthy.count(False)} of {len(healthy)} times")
 
 
 if __name__ == "__main__":

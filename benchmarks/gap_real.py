@@ -1,16 +1,18 @@
 """A tiny real model's logprobs with one known cause of their difference, for ``gap_confusion.py --real``. Needs torch and transformers.
 
-The model is a Qwen3-MoE of four layers whose head and routers have the spread of a trained one's. Contexts are text that it sampled
-itself; at every place of them the engine's law is its bf16 forward and the trainer's its float32 forward, so that the noise is real, with
-real flips of experts, and so is what wrong routes, other versions, lost context and lost weights do. Tokens are drawn from the law at each
-place of a context. Versions of the weights part by noise of a few parts in a hundred of each matrix.
+The model has four layers, and its head and routers the spread of a trained one's. Contexts are text that it sampled itself; at every
+place of them the engine's law is its bf16 forward and the trainer's its float32 forward, so that the noise is real, with real flips of
+experts, and so is what wrong routes, other versions, lost context and lost weights do. Tokens are drawn from the law at each place of a
+context: of one context's forwards any number of data sets are drawn. Versions of the weights part by noise of a few parts in a hundred
+of each matrix.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,36 +28,80 @@ STEP = 0.02
 """An update's size, in parts of each matrix's spread."""
 AGAIN = 100
 """Tokens of a segment, where rollouts are resumed."""
+OTHER = -1
+"""The version of unrelated weights."""
 
 
-@lru_cache
-def model(version: int, dtype: str, family: str = "qwen3_moe") -> Any:
-    """Version 0 is the checkpoint; each further one is an update more. -1 are other weights."""
-    from transformers import AutoModelForCausalLM
+class Law:
+    """The distributions of a forward at every place: logits ``(places, vocabulary)``."""
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = make_checkpoint(Path(folder) / "model", family, seed=1 if version < 0 else 0)
-        own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
-    with torch.no_grad():
-        for step in range(1, version + 1):
-            random = torch.Generator().manual_seed(step)
-            for name, parameter in own.named_parameters():
-                if parameter.ndim > 1 and "lm_head" not in name:
-                    parameter.add_(STEP * parameter.std() * torch.randn(parameter.shape, generator=random))
-    return own.to(getattr(torch, dtype))
+    def __init__(self, logits: Any) -> None:
+        self.logits = logits
+
+    @cached_property
+    def _chances(self) -> Any:
+        return np.exp(self.logits - self.logits.max(axis=1, keepdims=True), dtype=np.float64)
+
+    def draw(self, rng: np.random.Generator) -> Any:
+        """A token at every place, ``(places,)``."""
+        upto = self._chances.cumsum(axis=1)
+        return (rng.random((len(upto), 1)) * upto[:, -1:] >= upto).sum(axis=1)
+
+    def logprobs(self, tokens: Any) -> Any:
+        rows = np.arange(len(tokens))
+        return np.log(self._chances[rows, tokens]) - np.log(self._chances.sum(axis=1))
+
+    def at(self, temperature: float) -> Law:
+        return Law(self.logits / np.float32(temperature))
+
+    def within(self, kept: Any) -> Law:
+        return Law(np.where(kept, self.logits, np.float32(-np.inf)))
+
+    @staticmethod
+    def mixed(laws: Sequence[Law], which: Any) -> Law:
+        """At place ``i`` the law ``laws[which[i]]``."""
+        out = laws[0].logits.copy()
+        for number in np.unique(which):
+            out[which == number] = laws[number].logits[which == number]
+        return Law(out)
 
 
 class Contexts:
-    """Sequences ``(60, 501)`` of version 0's text; forwards over them: logits ``(30000, vocabulary)``, routes ``(30000, layers, 2)``."""
+    """Sequences ``(60, 501)`` of version 0's text, and forwards over them: ``Law``, routes ``(30000, layers, top_k)``."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, family: str = "qwen3_moe") -> None:
+        self.seed, self.family = seed, family
         self.random = torch.Generator().manual_seed(seed)
-        self._logits: dict[Any, Any] = {}
+        self._forwards: dict[Any, Any] = {}
+        self._models: dict[Any, Any] = {}
+
+    def model(self, version: int, dtype: str = "float32") -> Any:
+        """Version 0 is the checkpoint; each further one is an update more."""
+        if version not in self._models:
+            from transformers import AutoModelForCausalLM
+
+            with tempfile.TemporaryDirectory() as folder:
+                path = make_checkpoint(Path(folder) / "model", self.family, seed=self.seed + 1000 * (version == OTHER))
+                own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+            with torch.no_grad():
+                for step in range(1, version + 1):
+                    random = torch.Generator().manual_seed(step)
+                    for name, parameter in own.named_parameters():
+                        if parameter.ndim > 1 and "lm_head" not in name:
+                            parameter.add_(STEP * parameter.std() * torch.randn(parameter.shape, generator=random))
+            self._models[version] = own
+        if dtype == "float32":
+            return self._models[version]
+        if (version, dtype) not in self._models:
+            import copy
+
+            self._models[version, dtype] = copy.deepcopy(self._models[version]).to(getattr(torch, dtype))
+        return self._models[version, dtype]
 
     @cached_property
     def ids(self) -> Any:
         """Random ids, all drawn anew from the model's law at their place, three times over: text of its own, in three forwards."""
-        own = model(0, "float32")
+        own = self.model(0)
         ids = torch.randint(3, own.config.vocab_size, (SEQUENCES, LENGTH + 1), generator=self.random)
         with torch.no_grad():
             for _ in range(SWEEPS):
@@ -65,32 +111,33 @@ class Contexts:
                     ids[begin : begin + BATCH, 1:] = drawn.reshape(-1, LENGTH)
         return ids
 
-    def forward(self, version: int = 0, dtype: str = "float32", routes: Any = None, key: str = "") -> tuple[Any, Any]:
-        """Logits float32, and the routes that were executed; ``key`` names the routes."""
-        name = (version, dtype, key)
-        if name not in self._logits:
-            own = model(version, dtype)
+    def forward(self, version: int = 0, dtype: str = "float32", routes: Any = None, key: str = "", batch: int = BATCH) -> tuple[Law, Any]:
+        """The law, and the routes that were executed; ``key`` names the routes, ``batch`` sequences run at once."""
+        name = (version, dtype, key, batch)
+        if name not in self._forwards:
+            own = self.model(version, dtype)
             logits, executed = [], []
             with torch.no_grad():
-                for begin in range(0, SEQUENCES, BATCH):
-                    ids = self.ids[begin : begin + BATCH, :-1]
+                for begin in range(0, SEQUENCES, batch):
+                    ids = self.ids[begin : begin + batch, :-1]
                     if routes is None:
                         with hf_record(own) as recorded:
                             logits.append(own(ids, use_cache=False).logits.float().flatten(0, 1))
                         executed.append(recorded.routes)
                     else:
-                        rows = torch.from_numpy(np.ascontiguousarray(routes[begin * LENGTH : (begin + BATCH) * LENGTH]))
+                        rows = torch.from_numpy(np.ascontiguousarray(routes[begin * LENGTH : (begin + batch) * LENGTH]))
                         with hf_replay(own, rows):
                             logits.append(own(ids, use_cache=False).logits.float().flatten(0, 1))
                         executed.append(rows)
-            self._logits[name] = torch.cat(logits).numpy().astype(np.float64), torch.cat(executed).numpy()
-        return self._logits[name]
+            self._forwards[name] = torch.cat(logits).numpy(), torch.cat(executed).numpy()
+        logits, executed = self._forwards[name]
+        return Law(logits), executed
 
     @cached_property
     def forgetful(self) -> Any:
         """Logits of the engine whose resumed calls saw nothing of what came before the last two tokens."""
-        out = self.forward(0, "bfloat16")[0].reshape(SEQUENCES, LENGTH, -1).copy()
-        own = model(0, "bfloat16")
+        out = self.forward(0, "bfloat16")[0].logits.reshape(SEQUENCES, LENGTH, -1).copy()
+        own = self.model(0, "bfloat16")
         with torch.no_grad():
             for begin in range(AGAIN, LENGTH, AGAIN):
                 for back in (0, 1):
@@ -99,148 +146,152 @@ class Contexts:
         return out.reshape(SEQUENCES * LENGTH, -1)
 
 
-class Draw:
-    """One data set: tokens drawn from the engine's ``law``, what it ``shows`` of them, and the trainer's logits."""
+@dataclass
+class Case:
+    """What data sets are drawn from: the engine's ``law``, what it has ``shown`` of it (default: the same), the trainer's law.
 
-    def __init__(self, contexts: Contexts, seed: int) -> None:
-        self.contexts, self.rng = contexts, np.random.default_rng(seed)
-        self.law, self.engine_routes = contexts.forward(0, "bfloat16")
-        self.trainer, self.trainer_routes = contexts.forward(0, "float32")
-        self.shown: Any = None
-        self.sides: dict[str, Any] = {"position": np.tile(np.arange(LENGTH), SEQUENCES)}
-        self.sequence = np.repeat(np.arange(SEQUENCES), LENGTH)
-        self._tokens: Any = None
+    ``sides`` are further columns, or functions of the random numbers and of the columns so far; ``by_version`` the trainer's laws under
+    several versions.
+    """
 
-    @property
-    def tokens(self) -> Any:
-        if self._tokens is None:
-            self._tokens = np.argmax(self.law + self.rng.gumbel(size=self.law.shape), axis=1)
-        return self._tokens
+    law: Law
+    trainer: Law
+    shown: Law | None = None
+    sides: dict[str, Any] = field(default_factory=dict)
+    by_version: Mapping[int, Law] | None = None
 
-    def logprobs(self, logits: Any) -> Any:
-        top = logits.max(axis=1, keepdims=True)
-        with np.errstate(divide="ignore"):
-            return logits[np.arange(len(logits)), self.tokens] - top[:, 0] - np.log(np.exp(logits - top).sum(axis=1))
-
-    def columns(self) -> dict[str, Any]:
+    def draw(self, seed: int) -> dict[str, Any]:
+        rng = np.random.default_rng(seed)
+        tokens = self.law.draw(rng)
         out = {
-            "sequence_id": self.sequence,
-            "rollout_logprob": self.logprobs(self.law if self.shown is None else self.shown),
-            "trainer_logprob": self.logprobs(self.trainer),
-            "mask": np.ones(len(self.sequence), bool),
+            "sequence_id": OWNER,
+            "position": PLACE,
+            "mask": np.ones(len(OWNER), bool),
+            "rollout_logprob": (self.shown or self.law).logprobs(tokens),
+            "trainer_logprob": self.trainer.logprobs(tokens),
         }
-        return out | {name: value(out) if callable(value) else value for name, value in self.sides.items()}
+        if self.by_version:
+            out["by_version"] = {version: law.logprobs(tokens) for version, law in self.by_version.items()}
+        return out | {name: value(rng, out) if callable(value) else value for name, value in self.sides.items()}
 
 
-def numerics(dtype: str = "bfloat16", replay: bool = False) -> Callable[[Draw], None]:
-    def plant(draw: Draw) -> None:
-        draw.law, routes = draw.contexts.forward(0, dtype)
-        if replay:
-            draw.trainer, draw.trainer_routes = draw.contexts.forward(0, "float32", routes, f"of {dtype}")
-        draw.sides |= {"rollout_routes": routes, "trainer_routes": draw.trainer_routes}
+OWNER = np.repeat(np.arange(SEQUENCES), LENGTH)
+PLACE = np.tile(np.arange(LENGTH), SEQUENCES)
+SINCE = np.where(PLACE < AGAIN, -1, PLACE % AGAIN)
+Plant = Callable[[Contexts], Case]
+
+
+def numerics(dtype: str = "bfloat16", replay: bool = False, batch: int = BATCH) -> Plant:
+    def plant(contexts: Contexts) -> Case:
+        law, routes = contexts.forward(0, dtype, batch=batch)
+        trainer, own = contexts.forward(0, "float32", routes, f"of {dtype}") if replay else contexts.forward(0, "float32")
+        return Case(law, trainer, sides={"rollout_routes": routes, "trainer_routes": own})
 
     return plant
 
 
-def labelled(draw: Draw) -> None:
+def labelled(contexts: Contexts) -> Case:
     """Numerics alone, with every column that a fault could be told from."""
-    numerics()(draw)
-    since = np.tile(np.arange(LENGTH) % AGAIN, SEQUENCES)
-    draw.sides |= {
-        "since_resume": np.where(np.tile(np.arange(LENGTH), SEQUENCES) < AGAIN, -1, since),
-        "replica": draw.sequence % 4,
-        "version": 10 - draw.sequence % 5,
-        "current_version": np.full(len(draw.sequence), 10),
-    }
+    case = numerics()(contexts)
+    case.sides |= {"since_resume": SINCE, "replica": OWNER % 4, "version": 10 - OWNER % 5, "current_version": np.full(len(OWNER), 10)}
+    return case
 
 
-def raw(temperature: float) -> Callable[[Draw], None]:
-    def plant(draw: Draw) -> None:
-        draw.shown = draw.law
-        draw.law, draw.trainer = draw.law / temperature, draw.trainer / temperature
-
-    return plant
+def scored_rightly(contexts: Contexts) -> Case:
+    """Numerics alone, with the scores under other versions beside those of the right one."""
+    return versions(lambda tags: tags)(contexts)
 
 
-def at_temperature(temperature: float) -> Callable[[Draw], None]:
-    def plant(draw: Draw) -> None:
-        draw.law = draw.law / temperature
+def _plain(contexts: Contexts) -> tuple[Law, Law]:
+    return contexts.forward(0, "bfloat16")[0], contexts.forward(0, "float32")[0]
+
+
+def raw(temperature: float) -> Plant:
+    def plant(contexts: Contexts) -> Case:
+        law, trainer = _plain(contexts)
+        return Case(law.at(temperature), trainer.at(temperature), shown=law)
 
     return plant
 
 
-def top_p(bound: float) -> Callable[[Draw], None]:
-    def plant(draw: Draw) -> None:
-        order = np.argsort(-draw.law, axis=1)
-        ranked = np.take_along_axis(draw.law, order, axis=1)
-        chances = np.exp(ranked - ranked[:, :1])
-        chances /= chances.sum(axis=1, keepdims=True)
-        kept = np.zeros(draw.law.shape, bool)
+def at_temperature(temperature: float) -> Plant:
+    def plant(contexts: Contexts) -> Case:
+        law, trainer = _plain(contexts)
+        return Case(law.at(temperature), trainer)
+
+    return plant
+
+
+def top_p(bound: float) -> Plant:
+    def plant(contexts: Contexts) -> Case:
+        law, trainer = _plain(contexts)
+        order = np.argsort(-law.logits, axis=1)
+        chances = torch.from_numpy(np.take_along_axis(law.logits, order, axis=1)).double().softmax(1).numpy()
+        kept = np.zeros(law.logits.shape, bool)
         np.put_along_axis(kept, order, np.cumsum(chances, axis=1) - chances < bound, axis=1)
-        draw.law = np.where(kept, draw.law, -np.inf)
+        return Case(law.within(kept), trainer)
 
     return plant
 
 
-def top_k(bound: int) -> Callable[[Draw], None]:
-    def plant(draw: Draw) -> None:
-        least = -np.partition(-draw.law, bound - 1, axis=1)[:, bound - 1 : bound]
-        draw.law = np.where(draw.law >= least, draw.law, -np.inf)
+def top_k(bound: int) -> Plant:
+    def plant(contexts: Contexts) -> Case:
+        law, trainer = _plain(contexts)
+        least = -np.partition(-law.logits, bound - 1, axis=1)[:, bound - 1 : bound]
+        return Case(law.within(law.logits >= least), trainer)
 
     return plant
 
 
-def shifted(step: int) -> Callable[[Draw], None]:
-    def plant(draw: Draw) -> None:
-        draw.sides["trainer_logprob"] = lambda out: np.roll(out["trainer_logprob"].reshape(SEQUENCES, LENGTH), step, axis=1).ravel()
+def shifted(step: int) -> Plant:
+    def plant(contexts: Contexts) -> Case:
+        def moved(_: Any, out: Any) -> Any:
+            return np.roll(out["trainer_logprob"].reshape(SEQUENCES, LENGTH), step, axis=1).ravel()
+
+        return Case(*_plain(contexts), sides={"trainer_logprob": moved})
 
     return plant
 
 
-def stale_replica(draw: Draw) -> None:
-    replica = draw.sequence % 4
-    old = draw.contexts.forward(3, "bfloat16")[0]
-    draw.law = np.where((replica == 2)[:, None], old, draw.law)
-    draw.sides["replica"] = replica
+def stale_replica(contexts: Contexts) -> Case:
+    law, trainer = _plain(contexts)
+    old = contexts.forward(3, "bfloat16")[0]
+    return Case(Law.mixed([law, old], (OWNER % 4 == 2).astype(int)), trainer, sides={"replica": OWNER % 4})
 
 
-def version_lag(draw: Draw) -> None:
-    version = 4 - draw.sequence % 5
-    laws = np.stack([draw.contexts.forward(v, "bfloat16")[0] for v in range(5)])
-    draw.law = laws[version, np.arange(len(version))]
-    draw.trainer = draw.contexts.forward(4, "float32")[0]
-    draw.sides |= {"version": version, "current_version": np.full(len(version), 4)}
+def version_lag(contexts: Contexts) -> Case:
+    version = 4 - OWNER % 5
+    laws = [contexts.forward(v, "bfloat16")[0] for v in range(5)]
+    sides = {"version": version, "current_version": np.full(len(version), 4)}
+    return Case(Law.mixed(laws, version), contexts.forward(4, "float32")[0], sides=sides)
 
 
-def versions(true: Callable[[Any], Any]) -> Callable[[Draw], None]:
-    def plant(draw: Draw) -> None:
-        tags = 2 + draw.sequence % 3
-        rows = np.arange(len(tags))
-        draw.law = np.stack([draw.contexts.forward(v, "bfloat16")[0] for v in range(5)])[true(tags), rows]
-        scores = [draw.contexts.forward(v, "float32")[0] for v in range(5)]
-        draw.trainer = np.stack(scores)[tags, rows]
-        draw.sides |= {"version": tags, "by_version": {v: draw.logprobs(scores[v]) for v in range(1, 5)}}
+def versions(true: Callable[[Any], Any]) -> Plant:
+    def plant(contexts: Contexts) -> Case:
+        tags = 2 + OWNER % 3
+        scores = [contexts.forward(v, "float32")[0] for v in range(5)]
+        law = Law.mixed([contexts.forward(v, "bfloat16")[0] for v in range(5)], true(tags))
+        return Case(law, Law.mixed(scores, tags), sides={"version": tags}, by_version={v: scores[v] for v in range(1, 5)})
 
     return plant
 
 
-def forgotten(draw: Draw) -> None:
-    draw.law = draw.contexts.forgetful
-    since = np.tile(np.arange(LENGTH) % AGAIN, SEQUENCES)
-    draw.sides["since_resume"] = np.where(np.tile(np.arange(LENGTH), SEQUENCES) < AGAIN, -1, since)
+def forgotten(contexts: Contexts) -> Case:
+    return Case(Law(contexts.forgetful), _plain(contexts)[1], sides={"since_resume": SINCE})
 
 
-def lost_weights(draw: Draw) -> None:
-    draw.trainer = draw.contexts.forward(-1, "float32")[0]
+def lost_weights(contexts: Contexts) -> Case:
+    return Case(_plain(contexts)[0], contexts.forward(OTHER, "float32")[0])
 
 
-def rerouted(change: Callable[[Any], Any], key: str, shown: Callable[[Any], Any] | None = None) -> Callable[[Draw], None]:
+def rerouted(change: Callable[[Any], Any], key: str, shown: Callable[[Any], Any] | None = None) -> Plant:
     """The trainer replays routes that are wrong; ``shown`` is what a column says of them, where that is something else."""
 
-    def plant(draw: Draw) -> None:
-        wrong = change(draw.engine_routes)
-        draw.trainer, _ = draw.contexts.forward(0, "float32", wrong, key)
-        draw.sides |= {"rollout_routes": draw.engine_routes, "trainer_routes": wrong if shown is None else shown(wrong)}
+    def plant(contexts: Contexts) -> Case:
+        law, routes = contexts.forward(0, "bfloat16")
+        wrong = change(routes)
+        trainer, _ = contexts.forward(0, "float32", wrong, key)
+        return Case(law, trainer, sides={"rollout_routes": routes, "trainer_routes": wrong if shown is None else shown(wrong)})
 
     return plant
 
@@ -267,17 +318,21 @@ def polluted(routes: Any) -> Any:
     return out
 
 
-def not_finite(draw: Draw) -> None:
-    draw.sides["trainer_logprob"] = lambda out: np.where(draw.rng.random(len(draw.sequence)) < 1e-3, np.nan, out["trainer_logprob"])
+def not_finite(contexts: Contexts) -> Case:
+    def torn(rng: Any, out: Any) -> Any:
+        return np.where(rng.random(len(OWNER)) < 1e-3, np.nan, out["trainer_logprob"])
+
+    return Case(*_plain(contexts), sides={"trainer_logprob": torn})
 
 
 NUMERICS = "numerics only"
-FAULTS: Mapping[str, tuple[str, Callable[[Draw], None]]] = {
+FAULTS: Mapping[str, tuple[str, Plant]] = {
     "numerics, bf16": (NUMERICS, numerics()),
     "numerics, bf16, replayed": (NUMERICS, numerics(replay=True)),
     "numerics, fp16": (NUMERICS, numerics("float16")),
-    "numerics, float32": (NUMERICS, numerics("float32")),
+    "numerics, float32, other batch": (NUMERICS, numerics("float32", batch=20)),
     "numerics, every column": (NUMERICS, labelled),
+    "numerics, every version": (NUMERICS, scored_rightly),
     "raw logprobs, T=0.6": ("temperature or logprob mode", raw(0.6)),
     "raw logprobs, T=0.8": ("temperature or logprob mode", raw(0.8)),
     "raw logprobs, T=1.2": ("temperature or logprob mode", raw(1.2)),
