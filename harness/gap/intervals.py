@@ -7,7 +7,10 @@ covers 71 to 82 % where it claims 95 %. The kinds, by ``Scale``:
   Student's, on the log scale where the values are never negative (gaps have heavy tails to the right);
 - shares: Clopper-Pearson at the effective number of tokens, n over the design effect (Korn & Graubard 1998), so that no
   event among n tokens still has an upper bound of about 3 / n;
-- other smooth functions: BCa bootstrap (Efron 1987).
+- other smooth functions: BCa bootstrap (Efron 1987);
+- ratios of two scores of one rollout: studentised on the log scale, symmetric (Hall 1992, 3.5);
+- what rare tokens decide (chi2, the effective sample size, the variance of sequences' sums): none. Studentised, BCa and jackknife
+  intervals on any scale hold the true value in 62 to 88 % of clustered data sets, and say nothing of when they do not.
 """
 
 from __future__ import annotations
@@ -143,8 +146,9 @@ class Resampler:
         with np.errstate(invalid="ignore", divide="ignore"):
             spread = aa / top**2 - 2 * ab / (top * bottom) + bb / bottom**2
             pivots = np.log(top / bottom / value) / np.sqrt(np.maximum(spread, 0.0) * n / (n - 1))
-        left, right = _pivot_ends(pivots, n)
-        return Interval(value=value, low=float(value * np.exp(-right * error)), high=float(value * np.exp(-left * error)))
+        reach = _symmetric_end(pivots, n) * error
+        with np.errstate(over="ignore"):  # of few sequences nothing is known above
+            return Interval(value=value, low=float(value * np.exp(-reach)), high=float(value * np.exp(reach)))
 
     def bca(self, statistic: Statistic) -> Interval:
         """BCa interval of a function of the sums."""
@@ -204,9 +208,17 @@ def _pivot_ends(pivots: FloatArray, n: int) -> tuple[float, float]:
     return min(float(low), -student), max(float(high), student)
 
 
+def _symmetric_end(pivots: FloatArray, n: int) -> float:
+    """As ``_pivot_ends``, one number for both sides: of the size of a pivot, which is known better than either of its tails."""
+    known = np.abs(pivots[np.isfinite(pivots)])
+    student = float(stats.t.ppf(1 - _TAIL, n - 1))
+    return max(float(np.quantile(known, 1 - 2 * _TAIL)), student) if len(known) else student
+
+
 _KINDS: Mapping[Scale, Callable[[Metric, Resampler], Interval]] = {
     Scale.SIGNED: lambda metric, resampler: resampler.mean(metric),
     Scale.POSITIVE: lambda metric, resampler: resampler.mean(metric),
     Scale.SHARE: _share,
     Scale.OTHER: lambda metric, resampler: resampler.bca(metric.statistic),
+    Scale.BARE: lambda metric, resampler: Interval(value=float(metric.statistic(resampler.total)), low=np.nan, high=np.nan),
 }

@@ -13,11 +13,10 @@ from typing import Any
 
 from rollproof.errors import GapError, UsageError
 from rollproof.gap.intervals import Interval
+from rollproof.gap.metrics import METRICS, Scale
 
 __all__ = ["GapVerdict", "Limit", "Limits", "Side", "limits_named"]
 
-UNSURE: frozenset[str] = frozenset({"chi2_token", "ess_token", "variance_rate"})
-"""A handful of tokens decides these, and their intervals hold the true value in 62 to 88 % where they claim 95 % (docs/benchmarks.md)."""
 DEFAULT = "moe-bf16"
 """The loosest class in common use: a run that fails here is wrong in every class but quantised ones."""
 
@@ -144,8 +143,8 @@ def _limit(metric: str, entry: Any, where: str) -> Limit:
 
     if metric not in GATED:
         raise GapError(f"{where}: no metric is named {metric!r}. Limits can be set for {', '.join(GATED)}.")
-    if metric in UNSURE:
-        raise GapError(f"{where}: {metric} takes no limit: at ordinary sizes its interval is too narrow to decide anything.")
+    if metric in METRICS and METRICS[metric].scale is Scale.BARE:
+        raise GapError(f"{where}: {metric} takes no limit: a handful of tokens decides it, and no interval tells how well it is known.")
     if not isinstance(entry, dict) or not isinstance(entry.get("source"), str) or not entry["source"]:
         raise GapError(f"{where}: {metric} needs target, warn, fail and a source that says where they come from.")
     stray = sorted(set(entry) - {"target", "warn", "fail", "source", "side"})

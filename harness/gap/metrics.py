@@ -29,6 +29,7 @@ class Scale(Enum):
     POSITIVE = "mean of values that are never negative: its interval is taken on the log scale"
     SHARE = "share of tokens for which something holds"
     OTHER = "smooth function of several means"
+    BARE = "a handful of tokens decides it: no interval holds what it claims at ordinary sizes, so there is none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,12 +149,12 @@ _LIST = (
     Metric(
         name="chi2_token",
         formula="mean of rho^2 - 1",
-        scale=Scale.SIGNED,
+        scale=Scale.BARE,
         above="rho2",
         shift=-1.0,
         aliases=("rollout_corr/chi2_token",),
     ),
-    Metric(name="ess_token", formula="(sum rho)^2 / (n sum rho^2), rho not truncated", scale=Scale.OTHER, function=_ess, healthy=1.0),
+    Metric(name="ess_token", formula="(sum rho)^2 / (n sum rho^2), rho not truncated", scale=Scale.BARE, function=_ess, healthy=1.0),
     Metric(name="F2", formula="share of tokens with max(rho, 1/rho) > 2", scale=Scale.SHARE, above="F2", aliases=("extreme_frac_tau2",)),
     Metric(name="F5", formula="share of tokens with max(rho, 1/rho) > 5", scale=Scale.SHARE, above="F5"),
     Metric(name="F10", formula="share of tokens with max(rho, 1/rho) > 10", scale=Scale.SHARE, above="F10"),
@@ -214,7 +215,7 @@ _LIST = (
     Metric(
         name="variance_rate",
         formula="variance over sequences of their sum of d, per token: about 2 KL where tokens err independently",
-        scale=Scale.OTHER,
+        scale=Scale.BARE,
         function=_variance_rate,
     ),
     Metric(

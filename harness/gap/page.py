@@ -18,7 +18,7 @@ from rollproof.errors import ExtraError
 from rollproof.files import check_folder, check_target, write_atomically
 from rollproof.gap.aliases import aliased
 from rollproof.gap.limits import GapVerdict, Side
-from rollproof.gap.metrics import METRICS
+from rollproof.gap.metrics import METRICS, Scale
 from rollproof.gap.report import rounded
 
 if TYPE_CHECKING:
@@ -148,9 +148,11 @@ def _told(report: GapReport) -> str:
 
 def _row(report: GapReport, name: str) -> dict[str, Any]:
     limit = report.limits.limits.get(name)
+    metric = METRICS.get(name)
+    about = metric.formula if metric else _ABOUT.get(name, "")
     return {
         "name": name,
-        "about": METRICS[name].formula if name in METRICS else _ABOUT.get(name, ""),
+        "about": f"{about} ({Scale.BARE.value})" if metric and metric.scale is Scale.BARE else about,
         "interval": report.panel.metrics[name],
         "limit": limit,
         "sign": _SIGNS[limit.side] if limit else "",

@@ -15,6 +15,7 @@ from rollproof.gap.comparison import Comparison
 from rollproof.gap.diagnosis import Cause
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
+from rollproof.gap.metrics import METRICS, Scale
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel
 
@@ -110,7 +111,13 @@ class GapReport:
             "side": str(limit.side) if limit else None,
             "source": limit.source if limit else None,
             "verdict": str(self.verdicts[name]) if name in self.verdicts else None,
+            "no_interval": Scale.BARE.value if _bare(name) else None,
         }
+
+
+def _bare(name: str) -> bool:
+    """Whether a metric has no interval whatever the data."""
+    return name in METRICS and METRICS[name].scale is Scale.BARE
 
 
 def _number(value: float) -> float | None:
@@ -143,7 +150,8 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
         yield from _limited(panel.metrics[name], report.limits.limits[name], verdict, panel.n_tokens)
     for name in _SHOWN:
         if name not in report.verdicts:
-            yield Style.FAINT, _ROW.format("", name, *_told(panel.metrics[name]), "", "").rstrip()
+            value, ends = _told(panel.metrics[name])
+            yield Style.FAINT, _ROW.format("", name, value, "none: few tokens decide" if _bare(name) else ends, "", "").rstrip()
     for cause in report.causes:
         style = Style.GOOD if cause.harmless else Style.BAD
         yield style, _wrapped(f"  diagnosis: {cause.name} (confidence {cause.confidence:.2f}): {cause.because}", " " * 13)
