@@ -67,10 +67,10 @@ def slot_mismatch(options: argparse.Namespace, sequences: int, rng: np.random.Ge
 
 
 def truths(options: argparse.Namespace) -> dict[str, float]:
-    """Of 100,000 sequences."""
+    """Of ``--truth`` sequences."""
     rng = np.random.default_rng(1)
     total, other, means, sizes = np.zeros(len(PLACE)), np.zeros(len(PLACE)), [], []
-    for _ in range(50 if options.sets > 9 else 1):
+    for _ in range(max(1, options.truth // 2000)):
         first, second = draw(options, 2000, rng)
         sums = sequence_sums(first)
         total, other = total + sums.sum(axis=0), other + sequence_sums(second).sum(axis=0)
@@ -111,6 +111,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--length", type=int, default=500)
     parser.add_argument("--profile", choices=list(PROFILES), default="moe-bf16")
+    parser.add_argument("--truth", type=int, default=100_000, help="sequences that the true values are taken of")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     truth = truths(options)
@@ -125,9 +126,8 @@ def main() -> None:
         counts = Counter(result[name] for result in results)
         given = options.sets - counts["none"]
         share = f"{counts['held'] / given:.3f}" if given else "  -  "
-        print(
-            f"{name:32} true {value:11.4e}  held {share}  below {counts['below']:4}  above {counts['above']:4}  not given {counts['none']:4}"
-        )
+        rest = "  ".join(f"{what} {counts[what]:4}" for what in ("below", "above", "none"))
+        print(f"{name:32} true {value:11.4e}  held {share}  {rest}")
 
 
 if __name__ == "__main__":
