@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,10 @@ from rollproof.gpu_suites.gate import GpuFindings, find_gpus, shared
 from rollproof.gpu_suites.hardware import MemoryWatch, described
 from rollproof.gpu_suites.needs import MARKERS, needs_of, unmet
 from rollproof.gpu_suites.reporting import RunReport
+from rollproof.gpu_suites.spending import Part, Spending
 from rollproof.plugin import STATE
+
+_BEGAN = time.perf_counter()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,15 +27,30 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", text)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only a full run has, unless it is named on the command line."""
+    if config.stash[STATE].settings.full or any("::" in argument for argument in config.args):
+        return
+    out = [item for item in items if item.get_closest_marker("full")]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip before any fixture: an engine that cannot run is not even started."""
+    settings, found = item.config.stash[STATE].settings, find_gpus()
     try:
-        reason = unmet(needs_of(item.iter_markers()), find_gpus())
+        need = needs_of(item.iter_markers())
+        reason = unmet(need, found)
     except UsageError as error:
         pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
+    there = settings.gpus or len(found.gpus)
+    if found.gpus and need.gpus > there:
+        pytest.skip(f"needs {need.gpus} GPUs, and this run counts on {there}")
     if reason is None:
         return
-    if item.config.stash[STATE].settings.require_gpu:
+    if settings.require_gpu:
         pytest.fail(f"{reason}; a GPU was required (--rollproof-require-gpu)", pytrace=False)
     pytest.skip(reason)
 
@@ -41,10 +62,16 @@ def rollproof_gpus() -> GpuFindings:
 
 
 @pytest.fixture(scope="session")
-def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> RunReport:
+def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> Iterator[RunReport]:
     """What this session finds, written as it grows to the folder of ``--rollproof-gpu-report``."""
+    spending = Spending(_BEGAN)
+    with spending.on(Part.LIBRARIES), contextlib.suppress(ImportError):
+        importlib.import_module("torch")
+        _ = importlib.import_module("transformers").AutoModelForCausalLM
     folder = pytestconfig.stash[STATE].settings.gpu_report
-    return RunReport(described(rollproof_gpus), Path(folder) if folder else None)
+    run = RunReport(described(rollproof_gpus), Path(folder) if folder else None, spending)
+    yield run
+    run.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

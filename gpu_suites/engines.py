@@ -73,11 +73,14 @@ KV_TOKENS = 65536
 """Tokens of KV where a setting does not name fewer: engines would take all memory that they are let have."""
 
 
+_NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """How an engine is set. ``extra`` are options by engine: an engine that is not among its keys has no such setting.
 
-    ``dtype`` is that of engines that have it on a GPU (``dtype_of``).
+    ``dtype`` is that of engines that have it on a GPU (``dtype_of``). ``full``: it is run with ``--rollproof-full`` only.
     """
 
     name: str
@@ -85,10 +88,11 @@ class Variant:
     extra: Mapping[str, Mapping[str, Scalar]] = field(default_factory=lambda: {"vllm": {}, "sglang": {}})
     dtype: str = "float32"
     prefix_cache: bool = True
+    full: bool = True
 
     def dtype_of(self, engine: str) -> str:
         """The dtype in which the engine runs: where it has no float32 on a GPU, bfloat16."""
-        return "bfloat16" if engine in NO_FLOAT32 else self.dtype
+        return "bfloat16" if self.dtype == "float32" and engine in NO_FLOAT32 else self.dtype
 
     def exact(self, engine: str) -> bool:
         """Whether the engine's values may be held against an independent forward in float32."""
@@ -102,6 +106,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
             Variant(name="eager", about="no graphs; what the CPU runs judge, unchanged"),
             Variant(
                 name="graphs",
+                full=False,
                 about="CUDA graphs, and in vLLM compiled code",
                 extra={
                     "vllm": {"enforce_eager": False, "max_cudagraph_capture_size": 8},
@@ -115,6 +120,12 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
                 extra={"vllm": {"async_scheduling": False}, "sglang": {"disable_overlap_schedule": True}},
             ),
             Variant(name="bf16", about="bfloat16, as engines are used", dtype="bfloat16", extra={"vllm": {}}),
+            Variant(name="fp16", about="float16", dtype="float16"),
+            Variant(
+                name="ngram",
+                about="speculative decoding: tokens proposed from what was said before",
+                extra={"vllm": {"speculative_config": _NGRAM}},
+            ),
         )
     }
 )
@@ -191,9 +202,9 @@ def surroundings(engine: str, dtype: str) -> dict[str, str]:
 
 
 @contextmanager
-def on_gpu(engine: str, dtype: str) -> Iterator[None]:
-    """While inside, processes that are started have the ``surroundings``."""
-    added = surroundings(engine, dtype)
+def on_gpu(engine: str, dtype: str, more: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """While inside, processes that are started have the ``surroundings``, and ``more`` of them."""
+    added = {**surroundings(engine, dtype), **more}
     os.environ.update(added)
     try:
         yield
@@ -243,4 +254,4 @@ def gpu_target(engine: str, variant: str, folder: Path, *, model: str | Path | N
         for setting, one in whole.settings.items()
     }
     oracle = whole.oracle if chosen.exact(engine) else (lambda _engine, _checkpoints: None)
-    return replace(whole, name=f"{engine}-{variant}", settings=settings, oracle=oracle, lull=0.2, deadline=120.0)
+    return replace(whole, name=f"{engine}-{variant}", settings=settings, oracle=oracle, lull=0.2, deadline=120.0, ahead=True)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from rollproof.engines.conformance import EngineRun, EngineTarget, judged, run_experiments
 from rollproof.engines.experiments import Setting, experiments_for
 from rollproof.gpu_suites.engines import Known
+from rollproof.gpu_suites.spending import Part
 from rollproof.report import Report
 from rollproof.trace import Trace
 
-__all__ = ["JudgedEngine", "judge_engine"]
+__all__ = ["JudgedEngine", "judge_engine", "spent_on"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +22,7 @@ class JudgedEngine:
 
     ``report`` is on all experiments but those of which faults are known, ``failed_in`` says in which of them a check failed.
     ``faults`` are the checks that failed in each experiment of which one is known, ``left_out`` those that were not run because the
-    engine does not survive them, and another one shows the same. ``seconds`` are those of each experiment, ``ours`` those of judging.
+    engine does not survive them, and another one shows the same. ``seconds`` are those of each experiment, ``spent`` those of each part.
     """
 
     report: Report
@@ -29,7 +30,7 @@ class JudgedEngine:
     faults: Mapping[str, Sequence[str]]
     left_out: Sequence[str]
     seconds: Mapping[str, float]
-    ours: float = 0.0
+    spent: Mapping[Part, float]
 
     def surprises(self, known: Mapping[str, Known]) -> list[str]:
         """What is otherwise than known, one line each: checks that failed beside the known ones, and known faults that are gone."""
@@ -64,8 +65,18 @@ def judge_engine(target: EngineTarget, known: Mapping[str, Known]) -> JudgedEngi
         faults=faults,
         left_out=deadly[1:],
         seconds={name: round(seconds, 2) for name, seconds in run.seconds.items()},
-        ours=time.perf_counter() - ran,
+        spent=spent_on(run, judging=time.perf_counter() - ran),
     )
+
+
+def spent_on(run: EngineRun, *, judging: float) -> dict[Part, float]:
+    """Seconds of each part of a run on an engine."""
+    return {
+        Part.STARTING: run.spent["starting"] + run.spent["stopping"],
+        Part.EXPERIMENTS: sum(run.seconds.values()),
+        Part.REFERENCE: run.spent["reference"],
+        Part.JUDGING: judging,
+    }
 
 
 def _failing(trace: Trace) -> list[str]:

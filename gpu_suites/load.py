@@ -32,21 +32,30 @@ class Load:
     longest_response: int = 48
 
 
-def judge_load(target: EngineTarget, load: Load | None = None, *, expected: Mapping[str, str] | None = None, seed: int = 0) -> Report:
+def judge_load(
+    target: EngineTarget,
+    load: Load | None = None,
+    *,
+    expected: Mapping[str, str] | None = None,
+    seed: int = 0,
+    run: EngineRun | None = None,
+) -> Report:
     """Run the load on an engine of its own, with room for all calls, and judge what was recorded.
 
-    ``expected`` maps ids of checks that are known to fail to the reason. Raises ``EngineStartError`` where the engine does not start; where
-    it dies on the way, that is judged.
+    ``expected`` maps ids of checks that are known to fail to the reason; ``run`` is what is filled on the way. Raises ``EngineStartError``
+    where the engine does not start; where it dies on the way, that is judged.
     """
     began = time.perf_counter()
     asked = load or Load()
     settings = replace(target.settings[Setting.MAIN], max_batch=asked.requests, prefill_chunk=512)
-    run = EngineRun()
+    run = run if run is not None else EngineRun()
 
     async def main() -> Trace:
         engine = target.make(settings)
         try:
-            await engine.start()
+            with run.spending("starting"):
+                await engine.start()
+            start = time.perf_counter()
             serving = Serving(version=settings.version, label=settings.label, checkpoints=target.checkpoints[Setting.MAIN])
             bench = Bench(engine, "load", serving, seed=seed, deadline=target.deadline, lull=target.lull, max_batch=settings.max_batch)
             try:
@@ -56,10 +65,13 @@ def judge_load(target: EngineTarget, load: Load | None = None, *, expected: Mapp
                 run.notes.append(f"load broke off: {str(error).splitlines()[0]}")
             finally:
                 await bench.close()
+            run.seconds["load"] = time.perf_counter() - start
             oracle = target.oracle(engine, target.checkpoints[Setting.MAIN])
-            return attributed(bench.trace(target.name), oracle)
+            with run.spending("reference"):
+                return attributed(bench.trace(target.name), oracle)
         finally:
-            await engine.stop()
+            with run.spending("stopping"):
+                await engine.stop()
 
     if target.virtual:
         from rollproof.clock import run as on_virtual_clock

@@ -46,8 +46,8 @@ class Cell:
     """One engine and one trainer on the same samples.
 
     ``effect`` compares R3, and the controls, with native routing, token by token. ``self_replay`` is the largest difference of a logprob
-    between a recording pass and its replay over the same microbatches: what is not replayed exactly, or not deterministic, shows in it.
-    Of the ``seconds`` that it took, ``ours`` were not the trainer's.
+    between a recording pass and its replay over the same microbatches: what is not replayed exactly, or not deterministic, shows in it
+    (``None``: the trainer records nothing that could be replayed). Of the ``seconds`` that it took, ``ours`` were not the trainer's.
     """
 
     engine: str
@@ -55,7 +55,7 @@ class Cell:
     dtype: str
     reports: Mapping[Routed, GapReport]
     effect: Comparison
-    self_replay: float
+    self_replay: float | None
     about: str = ""
     seconds: float = 0.0
     ours: float = 0.0
@@ -125,9 +125,9 @@ def measure_cell(
             spent += time.perf_counter() - start
 
     native = score(None)
-    repeated = score(native.routes)
+    repeated = score(native.routes) if scorer.records else None
     scored: dict[Routed, Scored] = {Routed.NATIVE: native}
-    if Routed.R2 in modes:
+    if Routed.R2 in modes and scorer.records:
         scored[Routed.R2] = score(native.routes, other=True)
     for mode in (Routed.R3, *(one for one in CONTROLS if one in modes)):
         scored[mode] = score(routed(units, mode, seed))
@@ -148,7 +148,9 @@ def measure_cell(
         dtype=scorer.dtype,
         reports=reports,
         effect=effect,
-        self_replay=max(float(np.abs(a - b).max()) for a, b in zip(native.logprobs, repeated.logprobs, strict=True)),
+        self_replay=None
+        if repeated is None
+        else max(float(np.abs(a - b).max()) for a, b in zip(native.logprobs, repeated.logprobs, strict=True)),
         about=about,
         seconds=whole,
         ours=whole - spent,
@@ -176,6 +178,7 @@ def _measured(samples: Sequence[Sample], units: Sequence[Unit], scored: Scored, 
         columns["mine"].append(chosen[predicting])
         columns["engine"].append(unit.routes[predicting].astype(np.int64))
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    told = bool((joined["mine"] >= 0).all())
     resumed = bool((joined["since"] >= 0).any())
     extra: dict[str, Any] = {"version": joined["version"], "since_resume": joined["since"]} if resumed else {}
     return measure(
@@ -185,8 +188,8 @@ def _measured(samples: Sequence[Sample], units: Sequence[Unit], scored: Scored, 
         mask=np.ones(len(joined["rollout"])),
         token_id=joined["token"],
         position=joined["position"],
-        rollout_routes=joined["engine"],
-        trainer_routes=joined["mine"],
+        rollout_routes=joined["engine"] if told else None,
+        trainer_routes=joined["mine"] if told else None,
         limits=limits,
         subject=subject,
         **extra,

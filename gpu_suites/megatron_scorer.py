@@ -7,11 +7,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rollproof.gpu_suites.rollouts import Unit
-from rollproof.gpu_suites.scorers import Routes, Scored
-from rollproof.records import FinishReason, IntArray, LogprobArray, Rollout
+from rollproof.gpu_suites.scorers import Routes, Scored, rollout_of
+from rollproof.records import IntArray, LogprobArray
 from rollproof.replay.events import Action, Purpose, Step
 from rollproof.replay.megatron.checkpoint import checkpoint_setup
 from rollproof.replay.megatron.subject import MegatronTrainer
@@ -46,6 +44,7 @@ class MegatronScorer:
         self._batch, self._recompute = batch, recompute
         self.name: str = f"megatron {setup.words}" if setup.world_size > 1 else "megatron"
         self.dtype: str = dtype
+        self.records: bool = True
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
         """See ``Scorer``. Raises ``RankError`` where a rank fails, with the other ranks ended."""
@@ -55,7 +54,7 @@ class MegatronScorer:
         size = max(dp, self._batch // (4 if other else 1) // dp * dp)
         for version in dict.fromkeys(unit.version for unit in units):
             mine = sorted((i for i, unit in enumerate(units) if unit.version == version), key=lambda i: len(units[i].ids))
-            samples = {number: _rollout(number, units[number], None if routes is None else routes[number]) for number in mine}
+            samples = {number: rollout_of(number, units[number], None if routes is None else routes[number]) for number in mine}
             microbatches = [tuple(samples[number] for number in mine[begin : begin + size]) for begin in range(0, len(mine), size)]
             pp = self._trainer.setup.pp
             if self._trainer.setup.vpp > 1:  # an interleaved schedule takes whole groups of microbatches
@@ -78,13 +77,3 @@ class MegatronScorer:
 
     def close(self) -> None:
         """Nothing of its own: the ranks are their owner's to end."""
-
-
-def _rollout(number: int, unit: Unit, routes: IntArray | None) -> Rollout:
-    return Rollout(
-        request_id=str(number),
-        prompt_ids=unit.ids[: unit.start],
-        response_ids=unit.ids[unit.start : unit.end],
-        finish_reason=FinishReason.LENGTH,
-        routes=None if routes is None else np.ascontiguousarray(routes).astype(np.int32),
-    )

@@ -14,6 +14,7 @@ from typing import Any
 from rollproof.errors import RollproofError, UsageError
 from rollproof.files import write_atomically
 from rollproof.gpu_suites.reporting import RUN_SCHEMA, page_text
+from rollproof.gpu_suites.spending import Part
 
 __all__ = ["main", "merged", "read_run"]
 
@@ -47,6 +48,7 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "began": min(run["began"] for run in runs),
         "seconds": round(sum(run["seconds"] for run in runs), 1),
         "seconds_ours": round(sum(run.get("seconds_ours", 0.0) for run in runs), 1),
+        "spent": {part: round(sum(run.get("spent", {}).get(part, 0.0) for run in runs), 1) for part in map(str, Part)},
         "machine": machine,
         "suites": list(suites.values()),
         "gap": list(cells.values()),

@@ -38,6 +38,7 @@ MARKERS: Mapping[str, str] = MappingProxyType(
         "memory": "memory(gib): the test needs so much free memory on each of its GPUs.",
         "capability": "capability(x): the test needs GPUs of at least this compute capability, such as 9.0.",
         "engine": "engine(name, spec=''): the test needs this engine or trainer, of a version within the specifier.",
+        "full": "full: the test is run with --rollproof-full only, or where it is named.",
     }
 )
 """Markers by name, with what pytest tells about them."""
@@ -78,7 +79,7 @@ def needs_of(marks: Iterable[Marker]) -> Need:
     gpus, memory, capability, engines = 1, 0.0, None, []
     seen: set[str] = set()
     for mark in marks:
-        if mark.name not in MARKERS:
+        if mark.name not in MARKERS or mark.name == "full":
             continue
         if mark.name == "engine":
             name, spec = _engine(mark)

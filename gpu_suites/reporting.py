@@ -11,10 +11,14 @@ import time
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollproof.files import write_atomically
+from rollproof.gpu_suites.spending import Part, Spending
 from rollproof.report import Report
+
+if TYPE_CHECKING:
+    from rollproof.gpu_suites.matrix import Cell
 
 __all__ = ["RUN_SCHEMA", "RunReport", "page_text", "short_report"]
 
@@ -26,37 +30,36 @@ _FINDINGS = 3
 class RunReport:
     """Gathers the results of a session; ``write`` puts them into a folder. ``machine`` is ``hardware.described()``.
 
-    With a ``folder`` they are written after each result: a session that is killed leaves what it found.
+    With a ``folder`` they are written after each result: a session that is killed leaves what it found. ``spending`` is what its time
+    went into.
     """
 
-    def __init__(self, machine: Mapping[str, Any], folder: Path | None = None) -> None:
+    def __init__(self, machine: Mapping[str, Any], folder: Path | None = None, spending: Spending | None = None) -> None:
         self._folder = folder
         self._began = time.time()
-        self._seconds = time.perf_counter()
+        self.spending: Spending = spending or Spending()
         self._machine = dict(machine)
         self._suites: list[dict[str, Any]] = []
         self._cells: list[dict[str, Any]] = []
         self._notes: list[str] = []
-        self._own = 0.0
 
-    def suite(self, kind: str, report: Report, **more: Any) -> None:
+    def suite(self, kind: str, report: Report, *, spent: Mapping[Part, float] | None = None, **more: Any) -> None:
         """A conformance report: of an ``engine`` or of a ``trainer``; ``more`` is told beside it (settings, versions)."""
+        self.spending.add(spent or {})
+        if spent:
+            more["spent"] = {str(part): round(seconds, 1) for part, seconds in spent.items()}
         self._suites.append({"kind": kind, **short_report(report), **more})
         self._written()
 
-    def cell(self, cell: Mapping[str, Any]) -> None:
-        """A cell of the gap matrix."""
-        self._cells.append(dict(cell))
+    def cell(self, cell: Cell, **more: Any) -> None:
+        """A cell of the gap matrix; ``more`` is told beside it."""
+        self.spending.add({Part.TRAINING: cell.seconds - cell.ours, Part.JUDGING: cell.ours})
+        self._cells.append({**cell.to_dict(), **more})
         self._written()
 
     def note(self, text: str) -> None:
         """What could not be run and why, or what a reader must know."""
         self._notes.append(text)
-        self._written()
-
-    def ours(self, seconds: float) -> None:
-        """Seconds that were spent in rollproof's own code, not in engines, trainers or models."""
-        self._own += seconds
         self._written()
 
     @property
@@ -69,8 +72,9 @@ class RunReport:
         return {
             "schema": RUN_SCHEMA,
             "began": time.strftime("%Y-%m-%d", time.gmtime(self._began)),
-            "seconds": round(time.perf_counter() - self._seconds, 1),
-            "seconds_ours": round(self._own, 1),
+            "seconds": round(self.spending.seconds, 1),
+            "seconds_ours": round(self.spending.ours, 1),
+            "spent": self.spending.to_dict(),
             "machine": self._machine,
             "suites": self._suites,
             "gap": self._cells,
@@ -88,6 +92,10 @@ class RunReport:
             return [text]
         write_atomically(text.with_suffix(".html"), page)
         return [text, text.with_suffix(".html")]
+
+    def close(self) -> None:
+        """Write it a last time, with all the seconds that the session took."""
+        self._written()
 
     def _written(self) -> None:
         if self._folder is not None:

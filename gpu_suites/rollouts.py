@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rollproof.contract import Contract
 from rollproof.engine_terms import PauseMode, StreamMode
 from rollproof.engines.asks import Piece, Query, Watch, WeightUpdate
-from rollproof.errors import EngineError, SubjectError
+from rollproof.errors import EngineError, EngineHung, SubjectError
 from rollproof.invariants.engine_evidence import moe_rows
 from rollproof.records import EngineOutput, FinishReason, IntArray, LogprobArray
 from rollproof.subjects import EngineSubject
 
-__all__ = ["Sample", "Segment", "Unit", "prompts_of", "sample", "sample_across", "units_of"]
+__all__ = ["Sample", "Segment", "Unit", "bounded", "prompts_of", "sample", "sample_across", "units_of"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -171,6 +174,16 @@ async def sample_across(
         _joined(engine.contract, number, prompts[number], [(first[number], old), *([(second[number], new)] if number in second else [])])
         for number in range(len(prompts))
     ]
+
+
+async def bounded(work: Coroutine[Any, Any, _T], engine: EngineSubject, deadline: float, what: str) -> _T:
+    """The result of ``work``. Raises ``EngineHung`` where it takes longer than ``deadline`` seconds, with the end of the engine's log."""
+    try:
+        return await asyncio.wait_for(work, deadline)
+    except TimeoutError:
+        tail = getattr(getattr(engine, "process", None), "log_tail", None)
+        told = f" The end of its log:\n{tail()}" if tail is not None else ""
+        raise EngineHung(f"{what} was not done after {deadline:g} s.{told}") from None
 
 
 async def _asked(engine: EngineSubject, handle: str, prompt: tuple[int, ...], tokens: int, watch: Watch | None = None) -> EngineOutput:

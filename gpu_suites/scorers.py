@@ -9,11 +9,11 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from rollproof.errors import EngineError
+from rollproof.errors import EngineError, GapError, UsageError
 from rollproof.gpu_suites.rollouts import Unit
-from rollproof.records import IntArray, LogprobArray
+from rollproof.records import FinishReason, IntArray, LogprobArray, Rollout
 
-__all__ = ["HfScorer", "Routes", "Scored", "Scorer"]
+__all__ = ["GivenScorer", "HfScorer", "Routes", "Scored", "Scorer", "empty_cuda", "rollout_of"]
 
 Routes: TypeAlias = "Sequence[IntArray] | None"
 
@@ -33,13 +33,91 @@ class Scorer(Protocol):
     """A trainer. ``routes`` hold ``(tokens - 1, layers, top_k)`` for each unit to be replayed; ``None``: routers choose by themselves.
 
     ``other`` asks for another division into microbatches, as the update of a policy has another one than its old-logprob pass.
+    ``records`` says that ``Scored.routes`` are those of every token, so that they can be replayed.
     """
 
     name: str
     dtype: str
+    records: bool
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored: ...
     def close(self) -> None: ...
+
+
+class GivenScorer:
+    """A trainer of the user's own: what ``spec`` (``module:factory``) makes of ``checkpoints`` (folders by version).
+
+    It is a ``rollproof.gap.trainers.GapTrainer``, and tells at most the routes of response tokens: nothing of it can be replayed, so R2 and
+    self-replay are not measured. Raises ``UsageError`` for a spec that names nothing, or something else.
+    """
+
+    def __init__(self, spec: str, checkpoints: Mapping[str, Path], dtype: str) -> None:
+        from rollproof.cli.targets import named_factory
+        from rollproof.gap.trainers import GapTrainer
+
+        self.name: str = spec
+        self.dtype: str = dtype
+        self.records: bool = False
+        trainer = named_factory(spec, "--rollproof-trainer")(dict(checkpoints))
+        if not isinstance(trainer, GapTrainer):
+            raise UsageError(
+                f"--rollproof-trainer {spec} makes a {type(trainer).__name__}, which has no score(rollouts, *, version, replay): see"
+                " docs/gap.md."
+            )
+        self._trainer = trainer
+
+    def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
+        """See ``Scorer``. Rows of which the trainer tells no routes are -1. Raises what the trainer raises, and ``GapError``."""
+        from rollproof.gap.trainers import Scored as Told
+
+        logprobs: dict[int, LogprobArray] = {}
+        executed: dict[int, IntArray] = {}
+        for version in dict.fromkeys(unit.version for unit in units):
+            mine = [number for number, unit in enumerate(units) if unit.version == version]
+            rollouts = [rollout_of(number, units[number], None if routes is None else routes[number]) for number in mine]
+            told = self._trainer.score(rollouts, version=version, replay=routes is not None)
+            if len(told) != len(mine):
+                raise GapError(f"The trainer returned {len(told)} scores for {len(mine)} rollouts under version {version}.")
+            for number, one in zip(mine, told, strict=True):
+                unit, scored = units[number], one if isinstance(one, Told) else Told(logprobs=one)
+                logprobs[number] = np.asarray(scored.logprobs, dtype=np.float64)
+                if logprobs[number].shape != (unit.end - unit.start,):
+                    raise GapError(f"The trainer's logprobs have the shape {logprobs[number].shape} for {unit.end - unit.start} tokens.")
+                executed[number] = np.full(unit.routes.shape, -1, dtype=np.int64)
+                if scored.routes is not None:
+                    executed[number][unit.start - 1 : unit.end - 1] = np.asarray(scored.routes)
+        return Scored(
+            logprobs=tuple(logprobs[number] for number in range(len(units))),
+            routes=tuple(executed[number] for number in range(len(units))),
+        )
+
+    def close(self) -> None:
+        """Let the trainer go, and the device's memory that it held."""
+        import gc
+
+        del self._trainer
+        gc.collect()
+        empty_cuda()
+
+
+def rollout_of(number: int, unit: Unit, routes: IntArray | None) -> Rollout:
+    """A unit as a rollout that a trainer scores: what stands before its stretch is the prompt."""
+    return Rollout(
+        request_id=str(number),
+        prompt_ids=unit.ids[: unit.start],
+        response_ids=unit.ids[unit.start : unit.end],
+        finish_reason=FinishReason.LENGTH,
+        routes=None if routes is None else np.ascontiguousarray(routes).astype(np.int32),
+    )
+
+
+def empty_cuda() -> None:
+    """Give back what torch's allocator keeps, where torch has been used at all."""
+    import sys
+
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 class HfScorer:
@@ -51,6 +129,7 @@ class HfScorer:
     def __init__(self, checkpoints: Mapping[str, Path], dtype: str = "bfloat16", *, device: str = "cuda", batch: int = 16) -> None:
         self.name: str = "hf"
         self.dtype: str = dtype
+        self.records: bool = True
         self._checkpoints, self._device, self._batch = dict(checkpoints), device, batch
         self._models: dict[str, Any] = {}
 
@@ -70,11 +149,8 @@ class HfScorer:
 
     def close(self) -> None:
         """Give the device's memory back."""
-        import torch
-
         self._models.clear()
-        if self._device.startswith("cuda"):
-            torch.cuda.empty_cache()
+        empty_cuda()
 
     def _pass(self, version: str, units: Sequence[Unit], routes: Routes) -> list[tuple[LogprobArray, IntArray]]:
         import torch

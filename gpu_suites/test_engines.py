@@ -11,13 +11,20 @@ import numpy as np
 import pytest
 
 from rollproof.engines.asks import EngineSettings
+from rollproof.engines.conformance import EngineRun
+from rollproof.errors import EngineDied, EngineHung
 from rollproof.fakes.tiny_models import make_checkpoint
+from rollproof.gpu_suites.breaking import break_children
 from rollproof.gpu_suites.engines import VARIANTS, gap_engine, gpu_target, known_of, on_gpu
-from rollproof.gpu_suites.judging import judge_engine
+from rollproof.gpu_suites.hardware import MemoryWatch
+from rollproof.gpu_suites.invariance import INVARIANT, Alone, alone_and_beside
+from rollproof.gpu_suites.judging import judge_engine, spent_on
 from rollproof.gpu_suites.load import judge_load
+from rollproof.gpu_suites.models import SIZES
 from rollproof.gpu_suites.needs import installed
 from rollproof.gpu_suites.reporting import RunReport
-from rollproof.gpu_suites.rollouts import Sample, prompts_of, sample
+from rollproof.gpu_suites.rollouts import Sample, bounded, prompts_of, sample
+from rollproof.gpu_suites.spending import Part
 from rollproof.report import Report
 
 ENGINES: list[Any] = [
@@ -41,7 +48,9 @@ def raise_for(report: Report) -> None:
 @pytest.mark.parametrize(
     ("engine", "variant"),
     [
-        pytest.param(*engine.values, one.name, marks=engine.marks, id=f"{engine.values[0]}-{one.name}")
+        pytest.param(
+            *engine.values, one.name, marks=[*engine.marks, *([pytest.mark.full] if one.full else [])], id=f"{engine.values[0]}-{one.name}"
+        )
         for engine in ENGINES
         for one in VARIANTS.values()
         if engine.values[0] in one.extra
@@ -51,10 +60,13 @@ def test_conformance(engine: str, variant: str, tmp_path: Path, rollproof_run: R
     """Rows, logprobs, versions, aborts, pauses and updates are as declared, and values as an independent forward has them."""
     known = known_of(engine)
     with on_gpu(engine, VARIANTS[variant].dtype_of(engine)):
-        found = judge_engine(gpu_target(engine, variant, tmp_path), known)
+        with rollproof_run.spending.on(Part.MODELS):
+            target = gpu_target(engine, variant, tmp_path)
+        found = judge_engine(target, known)
     rollproof_run.suite(
         "engine",
         found.report,
+        spent=found.spent,
         version=installed(engine).version,
         setting=VARIANTS[variant].about,
         dtype=VARIANTS[variant].dtype_of(engine),
@@ -63,7 +75,6 @@ def test_conformance(engine: str, variant: str, tmp_path: Path, rollproof_run: R
         known={name: {"failed": failed, "reason": known[name].reason} for name, failed in found.faults.items()},
         left_out={name: known[name].reason for name in found.left_out},
     )
-    rollproof_run.ours(found.ours)
     raise_for(found.report)
     assert found.surprises(known) == []
     if VARIANTS[variant].exact(engine):
@@ -74,17 +85,80 @@ def test_conformance(engine: str, variant: str, tmp_path: Path, rollproof_run: R
 @pytest.mark.parametrize("engine", ENGINES)
 def test_load(engine: str, tmp_path: Path, rollproof_run: RunReport) -> None:
     """256 calls at once, aborted at random and resumed while the weights change: every token and row is accounted for."""
-    target, known = gpu_target(engine, "eager", tmp_path), known_of(engine).get("load")
+    with rollproof_run.spending.on(Part.MODELS):
+        target, known = gpu_target(engine, "eager", tmp_path), known_of(engine).get("load")
+    run = EngineRun()
     with on_gpu(engine, VARIANTS["eager"].dtype_of(engine)):
-        report = judge_load(target, expected=dict.fromkeys(known.checks, known.reason) if known else {})
-    rollproof_run.suite("engine", report, version=installed(engine).version, dtype=VARIANTS["eager"].dtype_of(engine))
+        report = judge_load(target, expected=dict.fromkeys(known.checks, known.reason) if known else {}, run=run)
+    spent = spent_on(run, judging=report.seconds - sum(run.seconds.values()) - sum(run.spent.values()))
+    rollproof_run.suite("engine", report, spent=spent, version=installed(engine).version, dtype=VARIANTS["eager"].dtype_of(engine))
     raise_for(report)
     assert report.exercised["aborts mid-decode"] > 20
     if known is None:  # else those that resume during a pause are lost
         assert report.exercised["resumes across a weight version"] > 20
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_call_is_answered_alike_alone_and_beside_others(engine: str, tmp_path: Path, rollproof_run: RunReport) -> None:
+    """In the engine's mode for it, to the last bit; and without the mode something differs on the same calls, else nothing was shown."""
+    path = make_checkpoint(tmp_path / "A", "qwen3_moe", dtype="bfloat16", **SIZES["tiny"])
+    prompts = prompts_of(64, vocab=SIZES["tiny"]["vocab_size"], longest=200)
+    plain = EngineSettings(model=path, dtype="bfloat16", max_length=512, max_batch=64, prefill_chunk=2048, prefix_cache=False)
+    mode = INVARIANT[engine]
+
+    async def asked(settings: EngineSettings) -> Alone:
+        started = gap_engine(engine, settings)
+        try:
+            await started.start()
+            return await bounded(alone_and_beside(started, prompts), started, 200, "sampling alone and beside others")
+        finally:
+            await started.stop()
+
+    with on_gpu(engine, "bfloat16", mode.environment):
+        kept = asyncio.run(asked(mode.of(plain)))
+    with on_gpu(engine, "bfloat16"):
+        free = asyncio.run(asked(plain))
+    rollproof_run.note(
+        f"{engine} with {mode.name}: {kept.probes - len(kept.differing)} of {kept.probes} calls bit for bit the same alone and beside 63"
+        f" others; without it {free.probes - len(free.differing)}"
+    )
+    assert {} == kept.differing
+    if not free.differing:
+        pytest.skip("without the mode nothing differed either: this model cannot show what the mode is for")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "error"), [("killed", EngineDied), ("stopped", EngineHung)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_that_breaks_in_the_middle(
+    engine: str, how: str, error: type[Exception], tmp_path: Path, rollproof_run: RunReport
+) -> None:
+    """One whose processes are killed, or hang, ends the sampling within a bound, with the end of its log; its memory comes back."""
+    path = make_checkpoint(tmp_path / "A", "qwen3_moe", head_dim=64)
+    settings = EngineSettings(model=path, dtype="bfloat16", max_length=2048, max_batch=16, prefill_chunk=256)
+    watch = MemoryWatch(slack_gib=2.0)
+
+    async def broken() -> None:
+        started: Any = gap_engine(engine, settings)
+        try:
+            await started.start()
+            work = asyncio.create_task(bounded(sample(started, prompts_of(16, vocab=512), tokens=1900), started, 20, "sampling"))
+            await asyncio.sleep(1.0)
+            assert not work.done()
+            break_children(started.process.pid, how)
+            await work
+        finally:
+            await started.stop()
+
+    with on_gpu(engine, "bfloat16"), pytest.raises(error, match="The end of its log") as told:
+        asyncio.run(asyncio.wait_for(broken(), 200))
+    rollproof_run.note(f"{engine} whose processes are {how} while it samples: {str(told.value).splitlines()[0]}")
+    assert watch.missing() is None
+
+
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.gpus(2)), pytest.param(4, marks=pytest.mark.gpus(4))])
+@pytest.mark.full
 @pytest.mark.engine("vllm", ">=0.22")
 def test_tensor_parallel_routes(size: int, tmp_path: Path, rollproof_run: RunReport) -> None:
     """Divided over GPUs, vLLM returns the rows that it returns on one for the same tokens, in float32, and as many as declared."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rollproof.gpu_suites.hardware import MemoryWatch
 from rollproof.gpu_suites.reporting import RunReport
-from rollproof.gpu_suites.trainers import MEGATRON_SETUPS, single_process
+from rollproof.gpu_suites.scorers import empty_cuda
+from rollproof.gpu_suites.spending import Part, Stopwatch
+from rollproof.gpu_suites.trainers import MEGATRON_SETUPS, single_process, summing_on_gpus
 from rollproof.replay.events import Action, Outcome, Purpose, Step
 from rollproof.replay.judging import judge_replay
 from rollproof.replay.megatron.setups import Setup
+from rollproof.replay.ranks import RankError, Ranks
 from rollproof.replay.samples import make_samples
 from rollproof.replay.spy import Spy
 from rollproof.replay.terms import Recompute
@@ -28,8 +33,11 @@ HF: dict[str, dict[str, Any]] = {
     "qwen3_moe packed bf16": {"layout": "packed", "dtype": "bfloat16"},
     "deepseek_v3 packed, reentrant, late": {"family": "deepseek_v3", "layout": "packed", "reentrant": True, "late": True},
     "gpt_oss right-padded, late": {"family": "gpt_oss", "layout": "right-padded", "late": True},
+    "qwen3_moe, attention compiled": {"compiled": True},
 }
 """Trainers on one GPU: families, layouts, dtypes, and kinds of gradient checkpointing."""
+DEFAULT: tuple[str, ...] = ("single", "tp2", "ep2-alltoall", "tp2-pp2-ep2")
+"""Setups of Megatron that are run without ``--rollproof-full``: one on one GPU, two on two, one on four."""
 RANKED: dict[str, dict[str, Any]] = {
     "fsdp2": {"parallel": "fsdp2"},
     "fsdp2 in bf16": {"parallel": "fsdp2", "mixed": True},
@@ -45,6 +53,22 @@ def told(report: Report) -> None:
     assert report.canary.red
 
 
+def timed(make: Callable[[], Any], name: str, run: RunReport, **more: Any) -> Report:
+    """The report on a trainer, told to ``run`` with the seconds that were the trainer's."""
+    seconds: list[float] = []
+
+    def made() -> Any:
+        began = time.perf_counter()
+        trainer = make()
+        seconds.append(time.perf_counter() - began)
+        return Stopwatch(trainer, seconds)
+
+    report = judge_replay(made, name=name)
+    theirs = sum(seconds)
+    run.suite("trainer", report, spent={Part.TRAINING: theirs, Part.JUDGING: report.seconds - theirs}, **more)
+    return report
+
+
 @pytest.fixture(scope="module")
 def repeatable() -> Iterator[None]:
     """Sums in a fixed order: atomic ones flip near-ties, and what must repeat to the last bit could not be judged."""
@@ -53,10 +77,14 @@ def repeatable() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+    empty_cuda()
 
 
 @transformers
-@pytest.mark.parametrize("name", HF)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if "compiled" in options else []) for name, options in HF.items()]
+)
 @pytest.mark.usefixtures("repeatable")
 def test_hf(name: str, rollproof_run: RunReport) -> None:
     """``hf_replay`` keeps every promise of replay on a GPU."""
@@ -67,9 +95,7 @@ def test_hf(name: str, rollproof_run: RunReport) -> None:
     options: dict[str, Any] = {**HF[name], "device": "cuda"}
     if "layout" in options:
         options["layout"] = Layout(options["layout"])
-    report = judge_replay(lambda: HfTrainer(HfSetup(**options)), name=f"hf {name}")
-    rollproof_run.suite("trainer", report)
-    told(report)
+    told(timed(lambda: HfTrainer(HfSetup(**options)), f"hf {name}", rollproof_run))
 
 
 @transformers
@@ -82,13 +108,32 @@ def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
 
     options: dict[str, Any] = {**RANKED[name], "device": "cuda", "samples": ranks}
     with hf_ranks(cuda=True) as started:
-        report = judge_replay(lambda: RankedHfTrainer(HfSetup(**options), started, ranks), name=f"hf {name} on {ranks}")
-    rollproof_run.suite("trainer", report)
+        report = timed(lambda: RankedHfTrainer(HfSetup(**options), started, ranks), f"hf {name} on {ranks}", rollproof_run)
     told(report)
 
 
+@pytest.mark.full
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("how", ["raises", "is killed", "never comes"])
+def test_a_rank_that_fails_ends_the_others(how: str) -> None:
+    """While the others wait for it in a collective of NCCL: within a bound, with its name, and its memory comes back; new ranks run."""
+    watch = MemoryWatch(slack_gib=2.0)
+    with Ranks(summing_on_gpus, limit_s=15, grace_s=1, cuda=True) as ranks:
+        assert [3.0, 3.0] == ranks.run("add", world_size=2)
+        began = time.monotonic()
+        with pytest.raises(RankError) as told:
+            ranks.run(how, world_size=2)
+        assert time.monotonic() - began < 60
+        assert told.value.rank == 1 or how == "never comes"
+        assert [3.0, 3.0] == ranks.run("add", world_size=2)
+    assert watch.missing() is None
+
+
 def _by_gpus() -> list[Any]:
-    return [pytest.param(one, id=name, marks=pytest.mark.gpus(one.world_size)) for name, one in MEGATRON_SETUPS.items()]
+    return [
+        pytest.param(one, id=name, marks=[pytest.mark.gpus(one.world_size), *([] if name in DEFAULT else [pytest.mark.full])])
+        for name, one in MEGATRON_SETUPS.items()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +154,9 @@ def test_megatron(setup: Setup, megatron_on_gpus: Any, rollproof_run: RunReport)
     """
     from rollproof.replay.megatron.subject import MegatronTrainer
 
-    report = judge_replay(lambda: MegatronTrainer(setup, megatron_on_gpus), name=f"megatron {setup.name}")
-    rollproof_run.suite("trainer", report, parallel=setup.words)
-    told(report)
-    divided, again = _recorded(MegatronTrainer(setup, megatron_on_gpus))
+    told(timed(lambda: MegatronTrainer(setup, megatron_on_gpus), f"megatron {setup.name}", rollproof_run, parallel=setup.words))
+    with rollproof_run.spending.on(Part.TRAINING):
+        divided, again = _recorded(MegatronTrainer(setup, megatron_on_gpus))
     assert [] == [one for one in divided.logprobs if not np.array_equal(divided.logprobs[one], again.logprobs[one])]
     if setup.world_size > 1:
         single, _ = _recorded(MegatronTrainer(single_process(setup), megatron_on_gpus))

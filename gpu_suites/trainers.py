@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -10,7 +13,7 @@ from rollproof.contract import LayerAxis
 from rollproof.replay.megatron.setups import SETUPS as MEGATRON
 from rollproof.replay.megatron.setups import Dispatcher, RouterKind, Setup
 
-__all__ = ["MEGATRON_SETUPS", "single_process"]
+__all__ = ["MEGATRON_SETUPS", "single_process", "summing_on_gpus"]
 
 _A2A = Dispatcher.ALLTOALL
 _MIXED = (
@@ -57,3 +60,22 @@ MEGATRON_SETUPS: Mapping[str, Setup] = MappingProxyType(
 def single_process(setup: Setup) -> Setup:
     """The same model and batches on one GPU."""
     return replace(setup, name=f"{setup.name} on one", dp=1, cp=1, tp=1, pp=1, vpp=1, ep=1, first=None)
+
+
+def summing_on_gpus(rank: int, _: int) -> Callable[[str], float]:
+    """A task of ``Ranks``: adds up 1 + ... + world_size over NCCL, unless the job is what happens to rank 1 before."""
+
+    def do(job: str) -> float:
+        import torch
+
+        if rank == 1 and job == "raises":
+            raise ArithmeticError("rank 1 cannot count")
+        if rank == 1 and job == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and job == "never comes":
+            time.sleep(600)
+        total = torch.tensor([float(rank + 1)], device="cuda")
+        torch.distributed.all_reduce(total)
+        return float(total.item())
+
+    return do

@@ -53,9 +53,12 @@ OPTIONS = (
     Option("expected", "file of expected failures (TOML; see docs/options.md)", "FILE"),
     Option("accept", "rewrite the file of expected failures so that it says what this session found", None, ""),
     Option("unknown", "what an unknown verdict does to its item: fail (it never counts as passed) or skip", "fail|skip", default="fail"),
-    Option("require-gpu", "fail instead of skipping what the GPU suites cannot run on this host", None, "bool", False),
+    Option("require-gpu", "fail instead of skipping what the GPU suites cannot run on this host's GPUs", None, "bool", False),
+    Option("gpus", "GPUs of this host that the GPU suites may count on; what needs more is left out; default: all that it has", "N"),
+    Option("full", "run the GPU suites in every setting, not in those alone that take ten minutes on one GPU", None, "bool", False),
     Option("gpu-report", "folder for the report of the GPU suites (run.json, run.html)", "DIR"),
     Option("model", "folder of a MoE checkpoint on which the GPU suites measure the gap; default: a generated one", "DIR"),
+    Option("trainer", "the one trainer of the gap: hf, megatron, megatron-tp2, ... or your own as module:factory (docs/gpu.md)", "SPEC"),
 )
 
 
@@ -70,8 +73,11 @@ class Settings(NamedTuple):
     accept: bool
     unknown: str
     require_gpu: bool
+    gpus: int | None
+    full: bool
     gpu_report: str | None
     model: str | None
+    trainer: str | None
 
 
 class State:
@@ -138,6 +144,9 @@ def _settings(config: pytest.Config) -> Settings:
     seed = values["seed"]
     if seed is not None and not (seed.isascii() and seed.isdigit()):
         raise pytest.UsageError(f"--rollproof-seed={seed!r} is not a whole number >= 0, such as 0 or 12345.")
+    gpus = values["gpus"]
+    if gpus is not None and not (gpus.isascii() and gpus.isdigit() and int(gpus)):
+        raise pytest.UsageError(f"--rollproof-gpus={gpus!r} is not a number of GPUs, such as 1 or 4.")
     return Settings(
         profile=values["profile"],
         seed=None if seed is None else int(seed),
@@ -147,8 +156,11 @@ def _settings(config: pytest.Config) -> Settings:
         accept=bool(values["accept"]),
         unknown=values["unknown"],
         require_gpu=bool(values["require-gpu"]),
+        gpus=None if gpus is None else int(gpus),
+        full=bool(values["full"]),
         gpu_report=_path(config, "rollproof_gpu_report"),
         model=_path(config, "rollproof_model"),
+        trainer=values["trainer"],
     )
 
 

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class EngineTarget:
     (``None``: there is none that is exact enough, and values are not judged).
     ``settings`` are those of each ``Setting``, ``checkpoints`` the folders of its versions. ``virtual`` says that it runs on a
     virtual clock; ``lull`` is waited after a pause (seconds), ``deadline`` bounds each wait. ``about`` is what a table says of it.
+    With ``ahead`` the engine of the next setting starts while one setting is run: for machines with room for two.
     """
 
     name: str
@@ -53,15 +54,30 @@ class EngineTarget:
     lull: float = 0.3
     deadline: float = 180.0
     about: str = ""
+    ahead: bool = False
 
 
 @dataclass
 class EngineRun:
-    """What a run recorded: attributed traces, what went wrong or was missed, and the seconds of each experiment."""
+    """What a run recorded: attributed traces, what went wrong or was missed, and the seconds of each experiment.
+
+    ``spent`` are the seconds that went by until engines were ready (``"starting"``), had ended (``"stopping"``), and in
+    independent forwards (``"reference"``).
+    """
 
     traces: list[Trace] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    spent: Counter[str] = field(default_factory=Counter)
+
+    @contextlib.contextmanager
+    def spending(self, part: str) -> Iterator[None]:
+        """What is done inside counts as ``part``."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent[part] += time.perf_counter() - began
 
 
 def run_engine_conformance(
@@ -136,21 +152,31 @@ class _Main:
         self._total = 0
 
     async def run(self) -> EngineRun:
-        """Everything, in order; the engine is stopped whatever happens."""
-        for setting, settings in self._target.settings.items():
-            engine = self._target.make(settings)
-            chosen = self._chosen(engine, setting)
-            if not chosen:
-                continue
-            self._say(f"starting {self._target.name} ({setting})")
-            try:
-                await engine.start()
-                await self._on(engine, settings, setting, chosen)
-            except EngineStartError as error:
-                if not self._run.traces:
-                    raise
-                self._not_started(engine, setting, error)
-            finally:
+        """Everything, in order; engines are stopped whatever happens."""
+        made = [(setting, self._target.make(settings)) for setting, settings in self._target.settings.items()]
+        plan = [(setting, engine, chosen) for setting, engine in made if (chosen := self._chosen(engine, setting))]
+        starts: list[asyncio.Task[None]] = []
+        try:
+            for place, (setting, engine, chosen) in enumerate(plan):
+                self._say(f"starting {self._target.name} ({setting})")
+                for _, later, _ in plan[len(starts) : place + 1 + self._target.ahead]:
+                    starts.append(asyncio.create_task(later.start()))
+                try:
+                    with self._run.spending("starting"):
+                        await starts[place]
+                    await self._on(engine, setting, chosen)
+                except EngineStartError as error:
+                    if not self._run.traces:
+                        raise
+                    self._not_started(engine, setting, error)
+                finally:
+                    with self._run.spending("stopping"):
+                        await engine.stop()
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            for _, engine, _ in plan:
                 await engine.stop()
         if not self._run.traces:
             names = sorted({experiment.name for experiment in self._all()})
@@ -173,8 +199,8 @@ class _Main:
         self._total += len(chosen)
         return chosen
 
-    async def _on(self, engine: EngineSubject, settings: EngineSettings, setting: Setting, chosen: Sequence[Experiment]) -> None:
-        checkpoints = self._target.checkpoints[setting]
+    async def _on(self, engine: EngineSubject, setting: Setting, chosen: Sequence[Experiment]) -> None:
+        settings, checkpoints = self._target.settings[setting], self._target.checkpoints[setting]
         serving = Serving(version=settings.version, label=settings.label, checkpoints=checkpoints)
         recorded: list[Trace] = []
         for experiment in chosen:
@@ -189,7 +215,8 @@ class _Main:
         oracle = self._target.oracle(engine, checkpoints)
         for trace in recorded:
             self._say(f"comparing {trace.header.profile} with the independent forward")
-            self._run.traces.append(attributed(trace, oracle))
+            with self._run.spending("reference"):
+                self._run.traces.append(attributed(trace, oracle))
 
     async def _one(self, engine: EngineSubject, settings: EngineSettings, serving: Serving, experiment: Experiment) -> tuple[Trace, bool]:
         """Run one experiment; the trace, and whether the engine can go on to the next."""

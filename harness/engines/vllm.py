@@ -48,7 +48,7 @@ class VllmEngine:
     Of ``settings.extra``, ``offline`` asks for ``vllm.LLM``, which runs batches and does nothing else meanwhile; ``python`` is an
     interpreter that has vLLM (by itself: this one), ``flavour`` the declared conventions, ``load`` the way of new weights
     (``"reload"``: vLLM's own; ``"edit"``: what differs is written in place, and only an identity update reloads), ``deadline`` the
-    seconds that a start may take; every other key is a field of vLLM's ``AsyncEngineArgs``.
+    seconds that a start may take; every other key is a field of vLLM's ``AsyncEngineArgs`` (one that is a mapping: as JSON).
     """
 
     contract: Contract

@@ -7,6 +7,7 @@ for a CPU are installed at the top of this module, so that they are in place in 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping
@@ -178,7 +179,10 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
             f"vLLM cannot be imported ({error}). `nox -s engines` installs it into a virtual environment of its own."
         ) from error
     device = "cpu" if current_platform.is_cpu() else "cuda"
-    return {**options["engine"], **options[device], "worker_extension_cls": "rollproof.engines.vllm_worker.WeightEditor"}
+    given = {**options["engine"], **options[device]}
+    # settings are scalars; what vLLM has as a mapping (speculative_config) comes as JSON, as on its command line
+    engine = {name: json.loads(value) if isinstance(value, str) and value.startswith("{") else value for name, value in given.items()}
+    return {**engine, "worker_extension_cls": "rollproof.engines.vllm_worker.WeightEditor"}
 
 
 def _sampling(sampling: Mapping[str, Any], stream: str) -> Any:

@@ -49,6 +49,7 @@ class Trainer:
     unsteady: bool = False
     name: str = "pretended"
     dtype: str = "float64"
+    records: bool = True
     calls: int = 0
 
     def score(self, units: Sequence[Any], routes: Routes, *, other: bool = False) -> Scored:

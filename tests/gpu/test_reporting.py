@@ -30,7 +30,7 @@ def run() -> RunReport:
     made = RunReport(machine())
     made.suite("engine", judge_load(fake_target("sglang-0.5.17"), Load(requests=8, updates=1)), version="0")
     samples = sampled(count=16)
-    made.cell(measure_cell("fake", samples, trainer(samples)).to_dict())
+    made.cell(measure_cell("fake", samples, trainer(samples)))
     made.note("a note <b>")
     return made
 

@@ -18,6 +18,7 @@ class Setup:
 
     ``reentrant`` is the kind of gradient checkpointing, ``late`` runs the backward pass after the replay context has closed, ``dtype``
     names a type of torch, ``parallel`` how the model is wrapped (``ranked.WRAPS``), and ``mixed`` lets FSDP2 compute in bfloat16.
+    ``compiled`` compiles the attention modules (``torch.compile``): those parts of a model that hold no router.
     ``device`` is ``"cpu"`` or ``"cuda"``: of several processes each takes the GPU of its rank. ``samples`` make a microbatch.
     """
 
@@ -30,6 +31,7 @@ class Setup:
     mixed: bool = False
     device: str = "cpu"
     samples: int = 2
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -41,6 +43,7 @@ class Setup:
             self.parallel: bool(self.parallel),
             "mixed": self.mixed,
             self.device: self.device != "cpu",
+            "compiled": self.compiled,
         }
         return ", ".join([self.family, self.layout, *(kind for kind, is_so in kinds.items() if is_so)])
 

@@ -206,7 +206,11 @@ class HfTrainer:
         return self._others[name]
 
     def _model(self, seed: int = 5) -> Any:
-        return tiny_model(self.setup.family, seed=seed, dtype=getattr(torch, self.setup.dtype)).to(self.device)
+        model = tiny_model(self.setup.family, seed=seed, dtype=getattr(torch, self.setup.dtype)).to(self.device)
+        if self.setup.compiled:
+            for layer in model.model.layers:
+                layer.self_attn.compile()
+        return model
 
     @property
     def device(self) -> str:

@@ -1,0 +1,98 @@
+"""Spending: which part of a session's time went where, and how much of it was rollproof's own.
+
+What engines and trainers take is theirs. Everything else is ours: making models, independent forwards, judging, whatever nobody counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["Part", "Spending", "Stopwatch"]
+
+
+class Part(StrEnum):
+    """What the seconds of a session are spent on."""
+
+    STARTING = "engines: starting and stopping"
+    EXPERIMENTS = "engines: experiments"
+    SAMPLING = "engines: sampling for the gap"
+    TRAINING = "trainers: steps and forwards"
+    LIBRARIES = "importing torch and transformers"
+    MODELS = "making models"
+    REFERENCE = "independent forwards"
+    JUDGING = "judging and comparing"
+    REST = "everything else: pytest, gating, waiting for memory"
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is rollproof's own work."""
+        return self in (Part.MODELS, Part.REFERENCE, Part.JUDGING, Part.REST)
+
+
+class Spending:
+    """The seconds of a session by part; ``began`` is the ``time.perf_counter()`` at which it did."""
+
+    def __init__(self, began: float | None = None) -> None:
+        self._began = time.perf_counter() if began is None else began
+        self._seconds: Counter[Part] = Counter()
+
+    def add(self, spent: Mapping[Part, float]) -> None:
+        """Count seconds that were measured elsewhere."""
+        for part, seconds in spent.items():
+            self._seconds[part] += seconds
+
+    @contextmanager
+    def on(self, part: Part) -> Iterator[None]:
+        """What is done inside counts as ``part``."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] += time.perf_counter() - began
+
+    @property
+    def seconds(self) -> float:
+        """All of them so far."""
+        return time.perf_counter() - self._began
+
+    def to_dict(self) -> dict[str, float]:
+        """Seconds by part; what nobody counted is the rest."""
+        whole = self.seconds
+        counted = {part: self._seconds[part] for part in Part}
+        counted[Part.REST] += max(0.0, whole - sum(counted.values()))
+        return {str(part): round(seconds, 1) for part, seconds in counted.items()}
+
+    @property
+    def ours(self) -> float:
+        """Seconds of rollproof's own."""
+        parts = self.to_dict()
+        return sum(parts[part] for part in Part if part.ours)
+
+
+class Stopwatch:
+    """Stands in front of a trainer, and of its variants, and adds up the seconds that their methods take."""
+
+    def __init__(self, subject: Any, seconds: list[float]) -> None:
+        self._subject, self._seconds = subject, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._subject, name)
+        if not callable(found) or name.startswith("_"):
+            return found
+
+        @functools.wraps(found)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                out = found(*args, **kwargs)
+            finally:
+                self._seconds.append(time.perf_counter() - began)
+            return Stopwatch(out, self._seconds) if callable(getattr(out, "run", None)) else out
+
+        return timed
