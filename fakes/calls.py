@@ -10,13 +10,35 @@ from itertools import pairwise
 import numpy as np
 
 from rollproof.contract import Filler, LayerAxis, Rows
+from rollproof.engine_terms import StreamMode
 from rollproof.fakes.coded import CodedPolicy, State
 from rollproof.fakes.flavours import Flavour, Recompute, VersionTag
 from rollproof.fakes.kv import KeySpan, Kv, as_spans, clipped, key_of
 from rollproof.records import EngineOutput, FinishReason, IntArray, Span, Version
 from rollproof.trace import Reply
 
-__all__ = ["EngineCall", "empty_abort", "filler_rows", "handed", "reply_to"]
+__all__ = ["EngineCall", "Wire", "broken_off", "empty_abort", "filler_rows", "handed", "reply_to"]
+
+
+@dataclass(slots=True, eq=False)
+class Wire:
+    """What lies between an engine and the caller of a call, where something does.
+
+    ``stream`` is how the reply is streamed; ``heard`` is then told of each token. Without ``delivered`` the reply gets lost, and it
+    comes ``late`` seconds late. ``left`` says whether the caller has gone away. ``sent`` is the call whose reply was sent off as delivered.
+    """
+
+    stream: StreamMode | None = None
+    heard: Callable[[EngineCall], None] | None = None
+    delivered: bool = True
+    late: float = 0.0
+    left: Callable[[], bool] | None = None
+    sent: int | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether a reply that is sent now arrives whole."""
+        return self.delivered and not (self.left is not None and self.left())
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +49,7 @@ class EngineCall:
     many tokens on, tokens are sampled under this key, shown under this label. ``kept`` are rows that outlive their KV.
     ``started`` says that it left the queue at least once, ``held`` that it may not leave it in this step, ``deferred``
     that the engine has not looked yet whether it is finished. ``watched``: the hooks want to see each of its tokens.
-    ``shares``: its KV may go into the prefix cache; not when that was cleared since. ``heard`` is told of each token, for a
-    stream; without ``delivered`` nobody receives the reply, which comes ``late`` seconds late.
+    ``shares``: its KV may go into the prefix cache; not when that was cleared since. ``heard`` is that of the ``wire``.
     """
 
     call_id: int
@@ -60,9 +81,8 @@ class EngineCall:
     lost_after: int | None = None
     late_by: int = 0
     duplicated: bool = False
+    wire: Wire = field(default_factory=Wire)
     heard: Callable[[EngineCall], None] | None = None
-    delivered: bool = True
-    late: float = 0.0
 
     @property
     def sampled(self) -> int:
@@ -133,6 +153,13 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
         true_tokens=_from_zero(as_spans(keys, start, stop), start),
         true_rows=as_spans(rows, 0, len(call.ids)),
     )
+
+
+def broken_off(call: EngineCall, policy: CodedPolicy, flavour: Flavour, label: Version) -> Reply:
+    """What a stream had brought when its server died: an error with the tokens so far, which nobody received whole."""
+    reply = reply_to(call, FinishReason.ABORT, policy, flavour, label)
+    output = replace(reply.output, finish_reason=FinishReason.ERROR, routes=None, native="", message="")
+    return replace(reply, output=output, delivered=False, true_rows=None)
 
 
 def _counted(call: EngineCall, flavour: Flavour) -> int | None:

@@ -8,14 +8,14 @@ before the tokens of the step. Weights change between steps, also while calls ru
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rollproof.case import EngineOptions
 from rollproof.engine_terms import Refusal
 from rollproof.fakes.batching import Batch, EngineHooks
-from rollproof.fakes.calls import EngineCall, empty_abort, handed
+from rollproof.fakes.calls import EngineCall, Wire, broken_off, empty_abort, handed
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.failures import BadCall, EnginePaused, ReplyLost, ServerDied, TransferFailed
 from rollproof.fakes.flavours import Flavour, PausedCalls
@@ -94,16 +94,13 @@ class FakeEngine:
         want_routes: bool = True,
         want_logprobs: bool = True,
         routes_start: int = 0,
-        heard: Callable[[EngineCall], None] | None = None,
-        delivered: bool = True,
-        late: float = 0.0,
+        wire: Wire | None = None,
     ) -> EngineOutput:
         """One call: up to ``max_tokens`` tokens (``None``: up to the model's length) after ``prompt_ids``.
 
         ``request_id`` is the engine's own handle of the call, for ``abort``. Rows come from ``routes_start`` on where
-        the flavour knows that option; elsewhere it is ignored, and the output says 0. ``heard`` is told of every token, for a stream;
-        without ``delivered`` the trace says that nobody will receive the reply, which comes ``late`` seconds late. Raises ``BadCall``,
-        ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` where the flavour raises while paused.
+        the flavour knows that option; elsewhere it is ignored, and the output says 0. ``wire`` is what the reply goes through to
+        its caller. Raises ``BadCall``, ``ServerDied``, ``ReplyLost``, and ``EnginePaused`` where the flavour raises while paused.
         """
         ids = as_tokens(prompt_ids, what="prompt_ids")
         call = Call(
@@ -117,6 +114,7 @@ class FakeEngine:
             want_routes=want_routes,
             want_logprobs=want_logprobs,
             routes_start=routes_start,
+            stream=None if wire is None else wire.stream,
         )
         self._recorder.record(call)
         try:
@@ -129,7 +127,8 @@ class FakeEngine:
             await self._answer_late()
             return handed(self._recorder.record(refused).output)
         queued = self._enqueue(call, request_id)
-        queued.heard, queued.delivered, queued.late = heard, delivered, late
+        if wire is not None:
+            queued.wire, queued.heard = wire, wire.heard
         return await self._answer(queued)
 
     async def abort(self, wanted: str = "*") -> tuple[int, ...]:
@@ -218,6 +217,9 @@ class FakeEngine:
         self._pause = None
         self._recorder.record(Fault(what="death", server_id=self.server_id))
         for call in self._batch.clear():
+            if call.wire.stream is not None and call.sampled:
+                call.settle(self.version)
+                self._recorder.record(broken_off(call, self.policy, self.flavour, self.label))
             if not call.future.done():
                 call.future.set_exception(self._died())
         if self._drained is not None and not self._drained.done():
@@ -313,8 +315,8 @@ class FakeEngine:
         """Wait for the reply and hand it over; the faults that were planned for it happen on the way."""
         try:
             reply = await call.future
-            if call.late_by or call.late:
-                await asyncio.sleep(call.late_by * self.options.step + call.late)
+            if call.late_by or call.wire.late:
+                await asyncio.sleep(call.late_by * self.options.step + call.wire.late)
         except asyncio.CancelledError:
             self._batch.drop(call)
             self._tell_drained()
@@ -325,9 +327,11 @@ class FakeEngine:
             self._deliver(reply, delivered=False)
             await asyncio.sleep(call.lost_after * self.options.step)
             raise ReplyLost(f"The connection to {self.server_id} broke before the reply arrived.")
-        if not call.delivered:
+        if not call.wire.delivered:
             self._recorder.record(Fault(what="lost-reply", server_id=self.server_id, call_id=call.call_id))
-        self._deliver(reply, delivered=call.delivered)
+        delivered = call.wire.open
+        self._deliver(reply, delivered=delivered)
+        call.wire.sent = call.call_id if delivered else None
         if call.duplicated:
             self._deliver(reply, delivered=False, duplicate=True)
         return handed(reply.output)

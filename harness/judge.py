@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+from rollproof.breaking import keep_partials, streamed
 from rollproof.checks import Check, CheckResult, Collector, Registry, RequestJudge, TraceCheck, TraceJudge, Verdict, default_registry
 from rollproof.contract import Contract
 from rollproof.oracle import Oracle
@@ -202,7 +203,10 @@ class Judge:
 
     def _reply(self, event: Reply) -> None:
         if event.call_id in self._calls:
-            self._calls[event.call_id][1].replies.append(event)
+            view, attempt = self._calls[event.call_id]
+            attempt.replies.append(event)
+            if not event.delivered and streamed(attempt):
+                keep_partials(view)
 
     def _call(self, event: Call) -> None:
         view = self.context.open.get(event.request_id)
@@ -210,6 +214,8 @@ class Judge:
             attempt = Attempt(number=len(view.attempts), call=event)
             view.attempts.append(attempt)
             self._calls[event.call_id] = (view, attempt)
+            if attempt.number and streamed(view.attempts[-2]):
+                keep_partials(view)
         for request_id in event.candidates:
             if request_id in self.context.open:
                 self.context.open[request_id].untold = True
@@ -234,7 +240,10 @@ class Judge:
 
     def _fault(self, event: Fault) -> None:
         if event.call_id in self._calls:
-            self._calls[event.call_id][1].faults.append(event)
+            view, attempt = self._calls[event.call_id]
+            attempt.faults.append(event)
+            if attempt.broke:
+                keep_partials(view)
 
     def _result(self, event: Result) -> None:
         view = self.context.open.get(event.request_id)
@@ -243,6 +252,8 @@ class Judge:
             self._close(view)
 
     def _close(self, view: RequestView) -> None:
+        if view.attempts and streamed(view.attempts[-1]):
+            keep_partials(view)
         view.settle()
         view.neighbours = [*self._ended, *(other for other in list(self.context.open.values())[:_NEIGHBOURS] if other is not view)]
         hedged = view.hedged

@@ -19,21 +19,32 @@ __all__ = ["Attempt", "History", "RequestView"]
 
 @dataclass(slots=True)
 class Attempt:
-    """One engine call of a request. ``number`` counts the request's calls from 0; ``admit`` is the first admission."""
+    """One engine call of a request. ``number`` counts the request's calls from 0; ``admit`` is the first admission.
+
+    ``kept`` is what the stack kept of a stream that broke off (``rollproof.breaking``).
+    """
 
     number: int
     call: Call
     admit: Admit | None = None
     replies: list[Reply] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    kept: Reply | None = None
 
     @property
     def consumed(self) -> Reply | None:
         """The reply that the stack received first; ``None`` where none was delivered (outcome unknown to it)."""
+        if self.kept is not None:
+            return self.kept
         for reply in self.replies:
-            if reply.delivered:
+            if reply.delivered and not self.broke:
                 return reply
         return None
+
+    @property
+    def broke(self) -> bool:
+        """Whether a reply that was sent off as a stream may have come in part."""
+        return any(fault.what == "broken-stream" for fault in self.faults)
 
 
 @dataclass(slots=True)

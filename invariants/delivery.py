@@ -80,7 +80,7 @@ def _unreliable(view: RequestView) -> str:
     if view.stitched.broken is not None:
         return "a call did not continue the sequence (stitch.resume-prompt), so what follows has no reference"
     for attempt in view.attempts:
-        reply = attempt.consumed
+        reply = attempt.consumed if attempt.kept is None else None
         if reply is not None and reply.output.finish_reason is FinishReason.ERROR and reply.output.token_ids:
             return "an engine returned tokens together with an error: a stack may keep or drop them"
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rollproof.breaking import streamed
 from rollproof.checks import Check, Collector, request_check
 from rollproof.contract import Contract, Provenance, ResumeBy, Sampling
 from rollproof.invariants.wording import call_name, count, listing, share, window
@@ -60,6 +61,9 @@ def resume_prompt(view: RequestView, out: Collector) -> None:
             out.exercised("first calls" if step.attempt == 0 else "calls of a later turn" if step.turn else "resuming calls")
         elif step.after_end:
             continue  # stitch.no-call-after-end says so
+        elif _unheard(view, step):
+            out.absent("a stream broke off, and what it had brought was not recorded")
+            return None
         elif step.restarts and step.sent >= len(view.request.prompt_ids) and (not client or _excused(view, step)):
             out.exercised("restarts")
         else:
@@ -75,6 +79,12 @@ def _excused(view: RequestView, step: Step) -> bool:
     reply = view.attempts[step.attempt - 1].consumed
     late = reply is not None and reply.index > view.attempts[step.attempt].call.index
     return reply is None or late or reply.output.finish_reason is FinishReason.ERROR
+
+
+def _unheard(view: RequestView, step: Step) -> bool:
+    """Whether the call before this one was streamed, and the trace does not say what it sampled."""
+    before = view.attempts[step.attempt - 1] if step.attempt else None
+    return before is not None and step.agree == step.known < step.sent and streamed(before) and not before.replies
 
 
 def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collector) -> None:

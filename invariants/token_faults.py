@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollproof.breaking import streamed
 from rollproof.invariants.wording import count, segment_name, share, window
 from rollproof.records import Scalar
 
@@ -105,6 +106,8 @@ def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:
     for attempt in view.attempts:
         for reply in attempt.replies:
             if not reply.delivered and len(tokens) > 1 and contains(reply.output.token_ids, tokens):
+                if streamed(attempt):
+                    return f"They are what a stream had brought before it broke, and the call after call {attempt.number} was made without."
                 return f"They are in the reply to call {attempt.number} that was lost on its way: the stack cannot have them from there."
     return ""
 

@@ -225,7 +225,7 @@ def _min_max_hint(view: RequestView, tag: Version, low: Version, high: Version, 
     applies=only(Versions.CALL),
 )
 def call_tags(view: RequestView, out: Collector) -> None:
-    """Match the list of tags with the calls; calls without tokens, or whose tokens were given up, may have a tag or none."""
+    """Match the list of tags with the calls; calls without tokens, with tokens given up, or of a broken stream may have a tag or none."""
     both = judged(view, out)
     if both is None:
         return None
@@ -236,7 +236,10 @@ def call_tags(view: RequestView, out: Collector) -> None:
     accepted = _by_call(parts)
     out.exercised("tags of calls", sum(1 for labels in accepted.values() if labels is not None))
     out.exercised("samples across versions", int(len({part.labels for part in parts}) > 1))
-    calls = [(attempt.number, attempt.number not in accepted, accepted.get(attempt.number)) for attempt in view.segments]
+    calls = [
+        (attempt.number, attempt.number not in accepted or attempt.kept is not None, accepted.get(attempt.number))
+        for attempt in view.segments
+    ]
     if not _matches(tags, calls):
         _call_finding(view, tags, calls, parts, out)
     return None

@@ -18,27 +18,42 @@ from rollproof.fakes.failures import BadCall, ReplyLost, ServerDied
 from rollproof.fakes.http.bodies import BadRequest, Uncaught, json_object
 from rollproof.fakes.http.fault_plan import Faults, WireFault, WireFaultKind
 
-__all__ = ["Answer", "Asked", "Cut", "Endpoints", "Events", "Face", "Handler", "Message", "Receive", "Scope", "Send", "Wrong"]
+__all__ = ["Answer", "Asked", "Cut", "Ending", "Endpoints", "Events", "Face", "Handler", "Message", "Receive", "Scope", "Send", "Wrong"]
 
 Message: TypeAlias = MutableMapping[str, Any]
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
+_LINGER = 1000
+"""Milliseconds for which a closed connection may take to send what is written."""
 _WATCH_AFTER = 0.05
 """Seconds after which somebody looks whether the client is still there: a task for that costs more than a short call takes."""
 
 
 class Asked:
-    """A request that was read: ``path``, ``raw`` body, ``scope`` as ASGI has it."""
+    """A request that was read: ``path``, ``raw`` body, ``scope`` as ASGI has it.
 
-    __slots__ = ("_body", "path", "raw", "scope")
+    ``lost`` says that its answer will not arrive whole, ``late`` by how many seconds the engine answers it late. ``abandoned``: whoever
+    read a stream of it has gone; ``broken`` is told of a stream of which nobody knows how far it came.
+    """
 
-    def __init__(self, scope: Scope, raw: bytes) -> None:
+    __slots__ = ("_body", "_cycle", "abandoned", "broken", "late", "lost", "path", "raw", "scope")
+
+    def __init__(self, scope: Scope, raw: bytes, cycle: object = None) -> None:
         self.scope: Scope = scope
         self.path: str = scope["path"]
         self.raw: bytes = raw
+        self.lost: bool = False
+        self.late: float = 0.0
+        self.abandoned: bool = False
+        self.broken: list[Callable[[], None]] = []
         self._body: dict[str, Any] | None = None
+        self._cycle = cycle
+
+    def left(self) -> bool:
+        """Whether the client has gone away, as far as the server has noticed: uvicorn's cycle of request and response knows."""
+        return self.abandoned or getattr(self._cycle, "disconnected", False)
 
     def body(self, *, empty: bool = True) -> dict[str, Any]:
         """The JSON object of the body; an empty body is an empty object where ``empty`` allows it. Raises ``BadRequest``."""
@@ -67,8 +82,14 @@ class Cut:
     message: ClassVar[Message] = {"type": "rollproof.cut"}
 
 
+class Ending(bytes):
+    """An event of a stream that ends a call: with it come the reason, the routes and the tags."""
+
+    __slots__ = ()
+
+
 class Events:
-    """An answer in server-sent events; ``parts`` are whole events."""
+    """An answer in server-sent events; ``parts`` are whole events, of which those that end a call are ``Ending``."""
 
     __slots__ = ("parts",)
 
@@ -137,7 +158,7 @@ class Face:
             return
         if raw is None:  # the client went away before it had said what it wants
             return
-        asked = Asked(scope, raw)
+        asked = Asked(scope, raw, getattr(send, "__self__", None))
         fault = self._faults.due(asked.path, raw) if self._faults is not None else None
         handler = self._handler(scope)
         if isinstance(handler, Response):
@@ -158,7 +179,17 @@ class Face:
         return found or JSONResponse(self._not_allowed, 405, {"allow": ", ".join(methods)})
 
     async def _served(self, handler: Handler, asked: Asked, send: Send) -> None:
-        await _deliver(await self._answer(handler, asked), send)
+        answer = await self._answer(handler, asked)
+        if not isinstance(answer, Events):
+            await _deliver(answer, send)
+            return
+        whole = False
+        try:
+            await _deliver(answer, send)
+            whole = not asked.left()
+        finally:
+            for tell in () if whole else asked.broken:
+                tell()
 
     async def _answer(self, handler: Handler, asked: Asked) -> Answer:
         try:
@@ -176,13 +207,13 @@ class Face:
             await _deliver(_failure(fault), send)
             return
         if fault.do is WireFaultKind.SLOW:
-            asked.scope["rollproof.late"] = fault.seconds  # the engine takes the time: whoever leaves meanwhile has not had its reply
+            asked.late = fault.seconds  # the engine takes the time: whoever leaves meanwhile has not had its reply
             answer = await self._answer(handler, asked)
             if not isinstance(answer, Events):
-                await asyncio.sleep(asked.scope.pop("rollproof.late", 0.0))
+                await asyncio.sleep(asked.late)  # where no engine was asked
             await _deliver(answer, send)
             return
-        asked.scope["rollproof.lost"] = True  # the engine is told, so that the trace says that nobody received its reply
+        asked.lost = True  # the engine is told, so that the trace says that nobody received its reply
         answer = await self._answer(handler, asked)
         if fault.do is WireFaultKind.STATUS:
             if isinstance(answer, Events):
@@ -278,12 +309,13 @@ def _failure(fault: WireFault) -> Response:
 
 
 async def _cut_short(answer: Answer, scope: Scope, send: Send, fault: WireFault) -> None:
-    """Send the beginning of an answer: ``fault.keep`` of its bytes, or of its events."""
+    """Send the beginning of an answer: ``fault.keep`` of its bytes, or of its events, and none that ends a call."""
     short = fault.do is WireFaultKind.WRONG_LENGTH
     if isinstance(answer, Events):
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         parts = [part async for part in answer.parts]
-        for part in parts[: max(1, int(len(parts) * fault.keep))]:
+        most = next((number for number, part in enumerate(parts) if isinstance(part, Ending)), len(parts))
+        for part in parts[: min(most, max(1, int(len(parts) * fault.keep)))]:
             await send({"type": "http.response.body", "body": part, "more_body": True})
     else:
         body = bytes(answer.body)[: int(len(answer.body) * fault.keep)]
@@ -317,3 +349,7 @@ async def _cut(scope: Scope, send: Send, *, reset: bool = True) -> None:
         transport.abort()
     else:
         transport.close()
+    for _ in range(_LINGER):  # until uvicorn knows: it complains of an application that ends without having answered
+        if send.__self__.disconnected:  # type: ignore[attr-defined]  # the cycle that ``transport`` was found in
+            return
+        await asyncio.sleep(0.001)

@@ -7,10 +7,13 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollproof.case import EngineOptions, Model
 from rollproof.contract import Contract, KvPolicy
+from rollproof.engine_terms import StreamMode
+from rollproof.fakes.calls import EngineCall, Wire
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.engine import MAX_LENGTH, FakeEngine
 from rollproof.fakes.failures import TransferFailed
@@ -23,7 +26,6 @@ from rollproof.records import EngineOutput, Version
 from rollproof.trace import Fault, Header, Recorder, TraceSink, Weights
 
 if TYPE_CHECKING:
-    from rollproof.fakes.calls import EngineCall
     from rollproof.fakes.http.asgi import Asked
 
 __all__ = ["OWNER_HEADER", "Backing", "RoutesForm", "ServeOptions", "Wanted"]
@@ -162,15 +164,27 @@ class Backing:
         return None if self.engine.label is None else str(self.engine.label)
 
     async def generate(
-        self, asked: Asked, wanted: Wanted, *, heard: Callable[[EngineCall], None] | None = None, unique: bool = False
+        self,
+        asked: Asked,
+        wanted: Wanted,
+        *,
+        stream: StreamMode | None = None,
+        heard: Callable[[EngineCall], None] | None = None,
+        unique: bool = False,
     ) -> EngineOutput:
-        """Have the engine run one call. With ``unique`` a handle that a call in flight has is refused."""
+        """Have the engine run one call; of a ``stream``, ``heard`` is told of each token. With ``unique`` a handle that a call in flight
+        has is refused.
+        """
         if unique:
             if wanted.rid in self._rids:
                 raise BadRequest(f"Duplicate request ID detected: {wanted.rid}", param="rid")
             self._rids.add(wanted.rid)
         owner = asked.header(OWNER_HEADER)
         token = None if owner is None else CURRENT_REQUEST.set(owner)
+        wire = Wire(stream, heard, delivered=not asked.lost, late=asked.late, left=asked.left)
+        asked.late = 0.0
+        if stream is not None:
+            asked.broken.append(partial(self._broke, wire))
         output = None
         try:
             output = await self.engine.generate(
@@ -181,14 +195,12 @@ class Backing:
                 want_routes=wanted.routes,
                 want_logprobs=wanted.logprobs,
                 routes_start=wanted.routes_start,
-                heard=heard,
-                delivered="rollproof.lost" not in asked.scope,
-                late=asked.scope.pop("rollproof.late", 0.0),
+                wire=wire,
             )
             return output
         finally:
             if self.samples is not None:
-                self.samples.answered(wanted.rid, wanted.prompt, output)
+                self.samples.answered(wanted.rid, wanted.prompt, output if wire.open else None)
             if token is not None:
                 CURRENT_REQUEST.reset(token)
             if unique:
@@ -226,6 +238,11 @@ class Backing:
     def relabel(self, label: str) -> None:
         """Publish ``label``; the weights stay."""
         self.engine.relabel(label)
+
+    def _broke(self, wire: Wire) -> None:
+        """Record that a reply which was taken for delivered may have come in part: its client left while it was sent."""
+        if wire.sent is not None:
+            self.recorder.record(Fault(what="broken-stream", server_id=self.engine.server_id, call_id=wire.sent))
 
     def _befell(self, fault: WireFault, path: str) -> None:
         """Record what the engine knows nothing of; a reply that is lost or cut short it records itself, with its call."""

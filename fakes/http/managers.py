@@ -14,14 +14,24 @@ from rollproof.fakes.fleet import Fleet
 from rollproof.fakes.http.asgi import Face
 from rollproof.fakes.http.backing import Backing, RoutesForm, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan
-from rollproof.fakes.http.line import Heard, Line
+from rollproof.fakes.http.line import BrokenOff, Heard, Line
 from rollproof.fakes.http.sglang import sglang_app
 from rollproof.fakes.http.vllm import vllm_app
 from rollproof.fakes.http.wire import from_flat, from_npy
 from rollproof.fakes.resuming import AsSampled, Sample
 from rollproof.records import EngineOutput, FinishReason, IntArray, LogprobArray, Span, Version
 
-__all__ = ["HttpManager", "SglangManager", "SglangStreamer", "VllmManager", "versioned"]
+__all__ = [
+    "HttpManager",
+    "Keeping",
+    "SglangKeeper",
+    "SglangManager",
+    "SglangStreamer",
+    "VllmKeeper",
+    "VllmManager",
+    "VllmStreamer",
+    "versioned",
+]
 
 
 class HttpManager(AsSampled):
@@ -30,6 +40,8 @@ class HttpManager(AsSampled):
     plan: ClassVar[FaultPlan] = FaultPlan()
     served: ClassVar[Mapping[str, Any]] = {}
     path: ClassVar[str] = ""
+    unfinished: ClassVar[bool] = False
+    """Whether a stream that ended without a reason is taken for a call that was cut off."""
     lines: Mapping[str, Line]
 
     def start(self, fleet: Fleet) -> None:
@@ -149,7 +161,7 @@ class SglangStreamer(SglangManager):
     def reply(self, heard: Heard) -> Any:
         """The last event, if it says how the call ended. Raises ``ValueError`` where none does."""
         events = heard.events()
-        if not events or events[-1]["meta_info"]["finish_reason"] is None:
+        if not events or (events[-1]["meta_info"]["finish_reason"] is None and not self.unfinished):
             raise ValueError("the stream ended without a reason")
         return events[-1]
 
@@ -192,6 +204,49 @@ class VllmManager(HttpManager):
     def rows(self, text: str) -> IntArray:
         """The rows."""
         return from_npy(text)
+
+
+class VllmStreamer(VllmManager):
+    """The same over a stream, each of whose events holds what is new."""
+
+    def asked(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> dict[str, Any]:
+        return {**super().asked(sample, sent, budget), "stream": True}
+
+    def reply(self, heard: Heard) -> Any:
+        """All events as one reply. Raises ``ValueError`` where none says how the call ended."""
+        choices = [choice for event in heard.events() for choice in event["choices"]]
+        if not choices or (choices[-1]["finish_reason"] is None and not self.unfinished):
+            raise ValueError("the stream ended without a reason")
+        told = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+        joined = {
+            **choices[-1],
+            "finish_reason": choices[-1]["finish_reason"] or "abort",
+            "token_ids": [token for choice in choices for token in choice["token_ids"]],
+            "logprobs": {"content": [one for part in told for one in part["content"]]} if told else None,
+        }
+        return {"choices": [joined]}
+
+
+class Keeping(HttpManager):
+    """Keeps what a stream has brought that breaks off, and goes on from there as from an abort, where partial rollout is on."""
+
+    unfinished: ClassVar[bool] = True
+
+    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        try:
+            return await super().call(server_id, sample, sent, budget)
+        except BrokenOff as error:
+            if error.heard is None or not self.fleet.case.partial:
+                raise
+            return self.read(sample, error.heard, len(sent))
+
+
+class SglangKeeper(Keeping, SglangStreamer):
+    """Before SGLang's ``/generate``."""
+
+
+class VllmKeeper(Keeping, VllmStreamer):
+    """Before vLLM's ``/inference/v1/generate``."""
 
 
 def versioned(label: str | None) -> Version:

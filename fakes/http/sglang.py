@@ -15,9 +15,10 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from rollproof.engine_terms import StreamMode
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.failures import BadCall, EnginePaused, TransferFailed
-from rollproof.fakes.http.asgi import Answer, Asked, Endpoints, Events, Face, Handler
+from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face, Handler
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, field
 from rollproof.fakes.http.sglang_call import SglangCall, indexed, last_logprob, native_chunk, native_reply, shown_version
@@ -296,6 +297,7 @@ class _Native:
             # the client went away: SGLang ends its requests
             for wanted, task in zip(calls, tasks, strict=True):
                 if not task.done():
+                    asked.abandoned = True
                     await self._engine.abort(wanted.rid)
             await asyncio.gather(*tasks, return_exceptions=True)
             await everything
@@ -319,12 +321,14 @@ class _Native:
                 sent = call.sampled
 
         try:
-            output = await self._backing.generate(asked, wanted, heard=heard, unique=True)
+            stream = StreamMode.DELTA if self._backing.options.incremental else StreamMode.CUMULATIVE
+            output = await self._backing.generate(asked, wanted, stream=stream, heard=heard, unique=True)
         except (BadCall, BadRequest, EnginePaused) as error:
             ready.put_nowait(_refusal(str(error)))
             return
         start = sent if self._backing.options.incremental else 0
-        say(native_reply(wanted, output, time.perf_counter() - begun, self._backing, sent=start, stamped=not sent))
+        last = native_reply(wanted, output, time.perf_counter() - begun, self._backing, sent=start, stamped=not sent)
+        ready.put_nowait(Ending(_event(last if index is None else indexed(last, index))))
 
 
 async def _refused(error: BadRequest) -> AsyncIterator[bytes]:

@@ -12,9 +12,10 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from rollproof.engine_terms import StreamMode
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.failures import BadCall
-from rollproof.fakes.http.asgi import Answer, Asked, Events
+from rollproof.fakes.http.asgi import Answer, Asked, Ending, Events
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, dumped, field, text_of, token_ids, words_of
 from rollproof.fakes.http.sglang_call import UNLIMITED, SglangCall, finish_of, last_logprob, meta_of, shown_version
@@ -141,7 +142,7 @@ class OpenAI:
             return heard
 
         tasks = [
-            asyncio.ensure_future(self._backing.generate(asked, wanted, heard=hearing(i, wanted), unique=True))
+            asyncio.ensure_future(self._backing.generate(asked, wanted, stream=StreamMode.DELTA, heard=hearing(i, wanted), unique=True))
             for i, wanted in enumerate(wanted_calls)
         ]
         everything = asyncio.ensure_future(asyncio.wait(tasks))
@@ -157,7 +158,7 @@ class OpenAI:
                 yield _event(form.delta(body, wanted, number, tokens, logprobs))
             outputs = [task.result() for task in tasks]
             for i, (wanted, output) in enumerate(zip(wanted_calls, outputs, strict=True)):
-                yield _event(form.closing(body, wanted, i, output, told[i]))
+                yield Ending(_event(form.closing(body, wanted, i, output, told[i])))
             first = wanted_calls[0]
             if outputs[0].routes is not None:
                 routes = {"routed_experts": as_int32(outputs[0].routes).decode("ascii")}
@@ -173,6 +174,7 @@ class OpenAI:
         finally:
             for wanted, task in zip(wanted_calls, tasks, strict=True):
                 if not task.done():
+                    asked.abandoned = True
                     await self._backing.engine.abort(wanted.rid)
             await asyncio.gather(*tasks, return_exceptions=True)
             await everything

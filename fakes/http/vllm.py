@@ -12,10 +12,11 @@ from typing import Any
 
 from starlette.responses import Response
 
+from rollproof.engine_terms import StreamMode
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.failures import BadCall
 from rollproof.fakes.http import vllm_call as written
-from rollproof.fakes.http.asgi import Answer, Asked, Endpoints, Events, Face
+from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, dumped, field, token_ids, words_of
 from rollproof.fakes.http.private import private_endpoints
@@ -221,7 +222,10 @@ class _Calls:
         def ended(number: int) -> Callable[[object], None]:
             return lambda _: ready.put_nowait(number)
 
-        tasks = [asyncio.ensure_future(self._backing.generate(asked, one, heard=hearing(i, one))) for i, one in enumerate(wanted)]
+        tasks = [
+            asyncio.ensure_future(self._backing.generate(asked, one, stream=StreamMode.DELTA, heard=hearing(i, one)))
+            for i, one in enumerate(wanted)
+        ]
         for i, task in enumerate(tasks):
             task.add_done_callback(ended(i))
         try:
@@ -235,7 +239,7 @@ class _Calls:
                     left -= 1
                     output = tasks[told].result()
                     logprobs = [] if output.logprobs is None else output.logprobs.tolist()[sent[told] :]
-                    yield _event(part.chunk(told, output.token_ids[sent[told] :], logprobs, output))
+                    yield Ending(_event(part.chunk(told, output.token_ids[sent[told] :], logprobs, output)))
                 else:
                     yield _event(part.chunk(*told, None))
             if call.options.get("include_usage"):
@@ -244,6 +248,7 @@ class _Calls:
             yield _event(_wrong(BadRequest(str(error))))
         finally:
             if not all(task.done() for task in tasks):
+                asked.abandoned = True
                 await self._backing.engine.abort(call.id)
                 await asyncio.gather(*tasks, return_exceptions=True)
         yield b"data: [DONE]\n\n"

@@ -13,7 +13,7 @@ from rollproof.fakes.http.backing import RoutesForm
 from rollproof.fakes.http.bodies import words_of
 from rollproof.fakes.http.fault_plan import FaultPlan, WireFault, WireFaultKind
 from rollproof.fakes.http.line import BrokenOff, Heard
-from rollproof.fakes.http.managers import SglangManager, SglangStreamer, VllmManager, versioned
+from rollproof.fakes.http.managers import SglangKeeper, SglangManager, SglangStreamer, VllmManager, versioned
 from rollproof.fakes.resuming import Sample
 from rollproof.records import EngineOutput, FinishReason, IntArray, Request, Rollout, Scalar, Span
 from rollproof.trace import PauseMode
@@ -29,10 +29,12 @@ __all__ = [
     "IgnoresDtype",
     "KeepsLastDelta",
     "LayersFirst",
+    "LosesKept",
     "NeedsCounts",
     "OneRowLate",
     "ReasonIsText",
     "RetriesBare",
+    "SendsTwice",
     "ShortIsLength",
     "TextOrder",
     "TidiesUp",
@@ -157,6 +159,31 @@ class CountsBoth(SglangStreamer):
             self.merge_logprobs(sample, partial)
             self.merge_versions(sample, partial)
             raise
+
+
+class LosesKept(SglangKeeper):
+    """Goes on from what a broken stream had brought, and hands over all but its last token."""
+
+    plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
+
+    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+        super().absorb(sample, sent, output)
+        if output.finish_reason is FinishReason.ABORT:
+            self.end = len(sample.response) - 1
+
+    def finished(self, sample: Sample) -> Rollout:
+        for values in (sample.response, sample.logprobs, sample.mask, sample.labels):
+            del values[self.end]
+        return super().finished(sample)
+
+
+class SendsTwice(SglangKeeper):
+    """Goes on from what a broken stream had brought, and sends its last token twice."""
+
+    plan: ClassVar[FaultPlan] = _plan(WireFaultKind.RESET)
+
+    def resume_prompt(self, sample: Sample) -> tuple[int, ...]:
+        return (*sample.ids, *sample.response[-1:])
 
 
 class RetriesBare(SglangManager):

@@ -8,14 +8,22 @@ import pytest
 
 from rollproof.case import ActionKind, Case
 from rollproof.fakes.http.fault_plan import FaultPlan, WireFault, WireFaultKind
-from rollproof.fakes.http.managers import HttpManager, SglangManager, SglangStreamer, VllmManager
+from rollproof.fakes.http.managers import (
+    HttpManager,
+    SglangKeeper,
+    SglangManager,
+    SglangStreamer,
+    VllmKeeper,
+    VllmManager,
+    VllmStreamer,
+)
 from rollproof.fakes.known_bugs.planting import ABORTED, EMPTY, SYNCED, act, case, request
 from rollproof.judge import judge
 from rollproof.runner import idle_contracts, run_case
 from rollproof.schedules import small_scope
-from rollproof.trace import Reply
+from rollproof.trace import Call, Reply
 
-MANAGERS = (SglangManager, SglangStreamer, VllmManager)
+MANAGERS = (SglangManager, SglangStreamer, VllmManager, VllmStreamer, SglangKeeper, VllmKeeper)
 
 
 def clean(manager: type[HttpManager], one: Case) -> None:
@@ -28,7 +36,7 @@ def test_a_correct_manager_is_clean_over_http(manager: type[HttpManager]) -> Non
     flavour = manager.flavours[0]
     contract, _ = idle_contracts(manager, case(flavour=flavour))
     cases = list(small_scope(flavour, contract))
-    for one in islice(cases, 0, None, max(1, len(cases) // 60)):
+    for one in islice(cases, 0, None, max(1, len(cases) // 40)):
         clean(manager, one)
 
 
@@ -46,6 +54,23 @@ def test_a_correct_manager_survives_every_fault_of_the_wire(manager: type[HttpMa
         assert () == judge(trace).failed
         lost = sum(isinstance(event, Reply) and not event.delivered for event in trace.events)
         assert (0 if kind is WireFaultKind.SLOW else 1) <= lost
+
+
+@pytest.mark.parametrize("kind", [WireFaultKind.RESET, WireFaultKind.TRUNCATE, WireFaultKind.WRONG_LENGTH])
+@pytest.mark.parametrize("keep", [0.3, 0.95])
+@pytest.mark.parametrize("manager", [SglangKeeper, SglangStreamer, VllmKeeper, VllmStreamer])
+def test_what_a_broken_stream_brought_may_be_kept_or_dropped(manager: type[HttpManager], keep: float, kind: WireFaultKind) -> None:
+    """A stack that goes on from it is as right as one that makes the whole call again; in several turns, and across an update, too."""
+
+    class Harmed(manager):  # type: ignore[misc, valid-type]
+        plan = FaultPlan(faults=(WireFault(do=kind, nth=(1, 2, 4), keep=keep),))
+
+    turns = request(max_tokens=24, turns=((7, 8), (9,)))
+    for one in (case(requests=(request(max_tokens=9),)), case(requests=(turns,)), case(act(ActionKind.SYNC, 5), requests=(turns,))):
+        trace = run_case(Harmed, case(*one.actions, requests=one.requests, flavour=manager.flavours[0]))
+        assert () == judge(trace).failed
+        first, second = [event.prompt_ids for event in trace.events if isinstance(event, Call)][:2]
+        assert manager.unfinished == (first != second)
 
 
 def test_the_same_case_gives_the_same_trace() -> None:
