@@ -42,9 +42,14 @@ def gap(
         str, typer.Option("--dtype", metavar="NAME", help="With hf:PATH: float32, bfloat16 ...; default: the checkpoint's.")
     ] = "auto",
     temperature: Annotated[
-        float,
-        typer.Option("--temperature", metavar="T", min=1e-6, help="With hf:PATH: the temperature that the rollouts were sampled with."),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            "--temperature",
+            metavar="T",
+            min=1e-6,
+            help="With hf:PATH: the temperature that the rollouts were sampled with; default: what the trace's calls declare, else 1.",
+        ),
+    ] = None,
     localise: Annotated[
         str | None,
         typer.Option(

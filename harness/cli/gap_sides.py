@@ -45,7 +45,7 @@ class Sides:
         replay: bool,
         every_version: bool,
         dtype: str,
-        temperature: float,
+        temperature: float | None,
     ) -> Sides:
         """What the options name. Raises ``UsageError`` for those that do not go together."""
         if (records is None) == (rollout is None):
@@ -61,7 +61,7 @@ class Sides:
         wanted = [flag for flag, given in (("--replay", replay), ("--every-version", every_version)) if given]
         if wanted and scorer is None:
             raise UsageError(f"{' and '.join(wanted)} needs a trainer that scores: --trainer hf:PATH or module:factory.")
-        if scorer is None and (dtype != "auto" or temperature != 1.0):
+        if scorer is None and (dtype != "auto" or temperature is not None):
             raise UsageError("--dtype and --temperature go with --trainer hf:PATH.")
         return cls(
             records=records,
@@ -105,7 +105,7 @@ class Sides:
             raise UsageError(f"{flag} needs a trainer whose modules can be heard: --rollout TRACE --trainer hf:PATH.")
 
 
-def _scorer(spec: str, dtype: str, temperature: float) -> Any:
+def _scorer(spec: str, dtype: str, temperature: float | None) -> Any:
     """What scores rollouts; ``None`` where the spec names scores that exist."""
     if spec.startswith(_HF):
         from rollproof.gap.hf_trainer import HfTrainer

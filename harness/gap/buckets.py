@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollproof.gap.columns import known
 from rollproof.gap.intervals import Interval, Resampler, metric_interval
 from rollproof.gap.metrics import METRICS
 from rollproof.gap.pairs import TokenPairs
@@ -48,7 +49,9 @@ class Bucket:
 def staleness(pairs: TokenPairs) -> npt.NDArray[np.float64] | None:
     """``(n,)``: how many versions older than the current one the weights were that sampled each token; ``None`` where not told."""
     version, current = pairs.sides.get("version"), pairs.sides.get("current_version")
-    if version is None or version.dtype.kind not in "iuf":
+    if version is None or version.dtype.kind not in "iuf" or (current is not None and current.dtype.kind not in "iuf"):
+        return None
+    if not known(version).any():
         return None
     newest = np.nanmax(version) if current is None else current
     return np.asarray(newest - version, dtype=np.float64)
@@ -82,7 +85,7 @@ def _labellings(pairs: TokenPairs) -> Mapping[str, tuple[npt.NDArray[np.int64], 
         for code, (_, low, high) in enumerate(_RESUME):
             codes[(since >= low) & (since <= high)] = code
         out["since_resume"] = codes, [label for label, _, _ in _RESUME]
-    for name in ("part", "replica", "version"):
+    for name in ("part", "replica", "version", "temperature"):
         if name in pairs.sides:
             out[name] = _values(pairs.sides[name])
     out["position_decile"] = _deciles(_place(pairs))
@@ -97,12 +100,12 @@ def _place(pairs: TokenPairs) -> npt.NDArray[np.float64]:
 
 
 def _values(column: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[str]]:
-    known = np.array([value is not None and value == value for value in column]) if column.dtype.kind == "O" else column == column
-    names, found = np.unique(column[known], return_inverse=True)
+    told = known(column)
+    names, found = np.unique(column[told], return_inverse=True)
     codes = np.full(len(column), -1)
-    codes[known] = found
+    codes[told] = found
     if len(names) > _MOST and names.dtype.kind in "iuf":
-        codes[known], labels = _deciles(column[known].astype(np.float64))
+        codes[told], labels = _deciles(column[told].astype(np.float64))
         return codes, labels
     return codes, [f"{name:g}" if names.dtype.kind in "iuf" else str(name) for name in names]
 

@@ -16,6 +16,7 @@ import numpy as np
 from scipy import stats
 
 from rollproof.gap.buckets import Bucket
+from rollproof.gap.columns import known
 from rollproof.gap.evidence import Evidence, gather
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.quantiles import abs_diff
@@ -166,10 +167,12 @@ def _temperature(scene: _Scene) -> Cause | None:
     else:
         told = "as it must be: the reported logprobs are of the law that sampled, and the trainer's of another temperature"
         advice = "Divide the trainer's logits by the sampling temperature before its log-softmax."
+    column = scene.pairs.sides.get("temperature")
+    given = "" if column is None else f" (declared: {', '.join(f'{one:g}' for one in np.unique(column)[:4])})"
     return Cause(
         name="temperature or logprob mode",
         confidence=_beyond(signs.explained, 0.12),
-        because=f"the rollout logprob alone explains {signs.explained:.0%} of d; E[rho] - 1 = {signs.rho_excess:+.3g} {told}",
+        because=f"the rollout logprob alone explains {signs.explained:.0%} of d; E[rho] - 1 = {signs.rho_excess:+.3g} {told}{given}",
         advice=advice,
     )
 
@@ -234,10 +237,15 @@ def _versions(scene: _Scene) -> Cause | None:
     if tags is None or len(pairs.by_version) < 2:
         return None
     fits: dict[Any, Any] = {}
-    for tag in np.unique(tags):
+    for tag in np.unique(tags[known(tags)]):
         own = tags == tag
-        errors = {version: float(np.nanmedian(np.abs(scores[own] - pairs.rollout[own]))) for version, scores in pairs.by_version.items()}
-        mean = {version: float(np.nanmean(np.abs(scores[own] - pairs.rollout[own]))) for version, scores in pairs.by_version.items()}
+        with np.errstate(invalid="ignore"):
+            apart = {version: np.abs(scores[own] - pairs.rollout[own]) for version, scores in pairs.by_version.items()}
+        apart = {version: size[np.isfinite(size)] for version, size in apart.items() if np.isfinite(size).any()}
+        errors = {version: float(np.median(size)) for version, size in apart.items()}
+        mean = {version: float(np.mean(size)) for version, size in apart.items()}
+        if not mean:
+            continue
         best = min(mean, key=lambda version: mean[version])
         if best != tag and tag in mean and mean[tag] > 1.15 * mean[best] and errors[tag] >= errors[best]:
             fits[tag.item()] = best
@@ -284,11 +292,15 @@ def _replica(scene: _Scene) -> Cause | None:
     size = np.nan_to_num(abs_diff(pairs))
     means = np.add.reduceat(size, pairs.starts) / pairs.lengths
     replica = pairs.sides["replica"][pairs.starts]
+    told = known(replica)
+    means, replica = means[told], replica[told]
     names = np.unique(replica)
+    if len(names) < 2:
+        return None
     typical = {name: float(np.median(means[replica == name])) for name in names}
     worst = max(typical, key=lambda name: typical[name])
     own, others = means[replica == worst], means[replica != worst]
-    if len(names) < 2 or min(len(own), len(others)) < 5 or typical[worst] < _ROUNDING:
+    if min(len(own), len(others)) < 5 or typical[worst] < _ROUNDING:
         return None
     # ranks, not means: one heavy token must not accuse a replica
     chance = float(stats.mannwhitneyu(own, others, alternative="greater").pvalue) * len(names)

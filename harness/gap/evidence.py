@@ -93,8 +93,12 @@ def _sample(pairs: TokenPairs) -> TokenPairs:
 
 
 def _explained(rollout: FloatArray, d: FloatArray) -> float:
-    """Share of sum d^2 that the mean of d within bins of the rollout logprob explains, less what as many bins explain of noise."""
+    """Share of sum d^2 that the mean of d within bins of the rollout logprob explains, less what as many bins explain of noise.
+
+    What is the same in all bins is no function of the logprob: an offset is left out.
+    """
     total = float((d * d).sum())
+    d = d - d.mean()
     edges = np.unique(np.quantile(rollout, np.linspace(0, 1, _BINS + 1)))
     if total == 0 or len(edges) < 3:
         return 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ class HfTrainer:
     """Scores under checkpoints of HF transformers, a folder for each version of the weights; one is in memory at a time.
 
     ``paths`` maps versions (as text) to folders; one path alone is for all, and may hold ``{version}``. ``dtype`` is that of torch, by
-    name (default: the checkpoint's); ``temperature`` the one that was sampled with; ``rows`` bounds a microbatch, in tokens with padding.
+    name (default: the checkpoint's); ``temperature`` the one that was sampled with (default: what the trace's calls declare, else 1);
+    ``rows`` bounds a microbatch, in tokens with padding.
     """
 
     def __init__(
@@ -34,15 +35,16 @@ class HfTrainer:
         paths: Mapping[str, str] | str | Path,
         *,
         dtype: str = "auto",
-        temperature: float = 1.0,
+        temperature: float | None = None,
         device: str | None = None,
         rows: int = 4096,
     ) -> None:
         self.paths: Mapping[str, str] | str = paths if isinstance(paths, Mapping) else str(paths)
         self.dtype: str = dtype
-        self.temperature: float = temperature
+        self.temperature: float | None = temperature
         self.device: str | None = device
         self.rows: int = rows
+        self._temperature = 1.0 if temperature is None else temperature
         self.notes: list[str] = []
         self._loaded: tuple[str, Any] | None = None
         self._scored: set[str] = set()
@@ -59,6 +61,20 @@ class HfTrainer:
                 raise UsageError(f"hf:{spec} must be hf:PATH, hf:PATH/{_PLACE} or hf:VERSION=PATH,VERSION=PATH; {part!r} is none of these.")
             paths[version] = path
         return cls(paths, **options)
+
+    def sampled_at(self, temperatures: Collection[float]) -> None:
+        """Takes the temperature that the trace's calls declare. Raises ``GapError`` where that is several, or another than was given."""
+        warm = sorted({one for one in temperatures if one > 0})
+        told = " and ".join(f"{one:g}" for one in warm)
+        if len(warm) > 1:
+            raise GapError(f"The trace's calls were sampled at temperatures {told}: score the rollouts of one temperature at a time.")
+        if warm and self.temperature not in (None, warm[0]):
+            raise GapError(
+                f"The trace's calls were sampled at temperature {told}, and are to be scored at {self.temperature:g}: those are different"
+                " laws. Leave the temperature out to score at the calls' own."
+            )
+        if self.temperature is None:
+            self._temperature = warm[0] if warm else 1.0
 
     def score(self, rollouts: Sequence[Rollout], *, version: Version, replay: bool) -> list[Scored]:
         """See ``GapTrainer``. Raises ``GapError`` for a version without a checkpoint, and where a checkpoint cannot be read."""
@@ -152,7 +168,7 @@ class HfTrainer:
         for line, rollout in enumerate(batch):
             first, last = len(rollout.prompt_ids) - 1, rollout.total - 1
             ids = torch.tensor(rollout.response_ids, device=model.device)
-            logprobs = _logprobs(states[line, first:last], head, ids, self.temperature)
+            logprobs = _logprobs(states[line, first:last], head, ids, self._temperature)
             if replay:
                 routes = None if rollout.routes is None else rollout.routes[first:last]
             else:

@@ -29,11 +29,12 @@ _SCORES = "score:"
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sample:
-    """A rollout with what the trace says of it: the tokens of each delivered reply, and scores by version."""
+    """A rollout with what the trace says of it: the tokens of each delivered reply, scores by version, the temperatures of its calls."""
 
     rollout: Rollout
     pieces: list[tuple[int, ...]] = field(default_factory=list)
     scores: dict[Version, FloatArray] = field(default_factory=dict)
+    temperatures: frozenset[float] = frozenset()
 
     @property
     def tokens(self) -> int:
@@ -90,17 +91,29 @@ def _episode(events: Iterable[Event], scorer: str | None) -> dict[str, Sample]:
     owner: dict[int, str] = {}
     pieces: dict[str, list[tuple[int, ...]]] = {}
     scores: dict[str, dict[Version, FloatArray]] = {}
+    temperatures: dict[str, set[float]] = {}
     rollouts: dict[str, Rollout] = {}
     for event in events:
         if isinstance(event, Call):
             owner[event.call_id] = event.request_id
+            declared = event.sampling.get("temperature")
+            if isinstance(declared, int | float):
+                temperatures.setdefault(event.request_id, set()).add(float(declared))
         elif isinstance(event, Reply) and event.delivered and not event.duplicate:
             pieces.setdefault(owner.get(event.call_id, ""), []).append(tuple(event.output.token_ids))
         elif isinstance(event, Result) and event.rollout is not None:
             rollouts[event.request_id] = event.rollout
         elif isinstance(event, Score) and event.scorer == scorer:
             scores.setdefault(event.request_id, {})[event.version] = np.asarray(event.logprobs, dtype=np.float64)
-    return {name: Sample(rollout=rollout, pieces=pieces.get(name, []), scores=scores.get(name, {})) for name, rollout in rollouts.items()}
+    return {
+        name: Sample(
+            rollout=rollout,
+            pieces=pieces.get(name, []),
+            scores=scores.get(name, {}),
+            temperatures=frozenset(temperatures.get(name, ())),
+        )
+        for name, rollout in rollouts.items()
+    }
 
 
 def rollout_columns(samples: Mapping[str, Sample]) -> dict[str, Any]:
@@ -123,6 +136,10 @@ def rollout_columns(samples: Mapping[str, Sample]) -> dict[str, Any]:
     versions = [sample.versions for sample in samples.values()]
     if all(found is not None for found in versions):
         out["version"] = _column([version for found in versions for version in found or ()])
+    if all(len(sample.temperatures) == 1 for sample in samples.values()):
+        out["temperature"] = np.repeat(
+            [next(iter(sample.temperatures)) for sample in samples.values()], [sample.tokens for sample in samples.values()]
+        )
     since = [sample.since_resume for sample in samples.values()]
     if all(found is not None for found in since):
         out["since_resume"] = np.concatenate([found for found in since if found is not None])

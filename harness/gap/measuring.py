@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+from rollproof.errors import UsageError
 from rollproof.gap.buckets import bucketed
 from rollproof.gap.diagnosis import diagnose
 from rollproof.gap.intervals import Interval
@@ -14,6 +16,8 @@ from rollproof.gap.panel import Panel, measure_panel
 from rollproof.gap.report import FEW_SEQUENCES, GapReport
 
 __all__ = ["measure", "measure_pairs"]
+
+_LEAST = 50
 
 
 def measure(
@@ -42,7 +46,9 @@ def measure(
 
 
 def measure_pairs(pairs: TokenPairs, *, limits: Limits, subject: str = "gap", resamples: int = 1000, seed: int = 0) -> GapReport:
-    """As ``measure``, of pairs that are already laid out."""
+    """As ``measure``, of pairs that are already laid out. Raises ``UsageError`` for fewer resamples than an interval can be told from."""
+    if isinstance(resamples, bool) or not isinstance(resamples, int) or resamples < _LEAST:
+        raise UsageError(f"resamples={resamples!r} must be a whole number of at least {_LEAST}; 1000 is usual.")
     panel = measure_panel(pairs, resamples=resamples, seed=seed)
     verdicts = {name: _judged(limit, panel.metrics[name], panel) for name, limit in limits.limits.items() if name in panel.metrics}
     buckets = bucketed(pairs, seed=seed)
@@ -73,11 +79,20 @@ def _notes(pairs: TokenPairs, panel: Panel, limits: Limits) -> list[str]:
         notes.append(
             f"{pairs.n_sequences} sequences are too few for intervals over sequences: measure at least {FEW_SEQUENCES}, better 64."
         )
+    greedy = int((pairs.sides["temperature"] == 0).sum()) if "temperature" in pairs.sides else 0
+    if greedy:
+        notes.append(
+            f"{greedy:,} tokens were chosen greedily (temperature 0): those are no draws from the rollout's law, so that k1, k3 and E[rho]"
+            " estimate nothing of it; |d| compares them all the same."
+        )
     plain, cut = panel.metrics["kl_mu_pi_k3"].value, panel.metrics["k3_winsorised"].value
     if plain > 2 * cut > 0:
         notes.append(
             f"A few tokens carry k3: {plain:.3g}, and {cut:.3g} with |d| cut at 2. Look at the worst tokens before trusting the mean."
         )
+    flat = [name for name in limits.limits if name in panel.metrics and math.isnan(panel.metrics[name].value)]
+    if flat and panel.n_tokens > panel.n_nonfinite:
+        notes.append(f"{' and '.join(flat)} cannot be known: every token has the same probability, so that there is nothing to compare.")
     unmeasured = [name for name in limits.limits if name in ("slot_mismatch", "layer_mismatch") and len(pairs.routes) < 2]
     if unmeasured:
         notes.append(f"{' and '.join(unmeasured)} not measured: that needs rollout_routes and trainer_routes.")

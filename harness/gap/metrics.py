@@ -22,6 +22,10 @@ Statistic: TypeAlias = "Callable[[FloatArray], FloatArray]"
 """From sums ``(..., len(NAMES))`` to values ``(...)``; NaN where there is nothing to divide by."""
 
 
+_ROUNDING = 1e-11
+"""Parts of a sum of squares that rounding may leave of a variance of 0."""
+
+
 class Scale(Enum):
     """What kind of number a metric is, and so which interval is right for it."""
 
@@ -64,8 +68,10 @@ def _ratio(above: FloatArray, below: FloatArray) -> FloatArray:
 
 def _pearson(sums: FloatArray) -> FloatArray:
     n, p, q, pp, qq, pq = (sums[..., PLACE[name]] for name in ("finite", "p", "q", "pp", "qq", "pq"))
-    spread = (n * pp - p * p) * (n * qq - q * q)
-    return _ratio(n * pq - p * q, np.sqrt(np.maximum(spread, 0.0)))
+    first, second = n * pp - p * p, n * qq - q * q
+    # of equal values rounding is left, whose correlation is noise
+    varied = (first > _ROUNDING * n * pp) & (second > _ROUNDING * n * qq)
+    return _ratio(n * pq - p * q, np.where(varied, np.sqrt(np.maximum(first * second, 0.0)), 0.0))
 
 
 def _ess(sums: FloatArray) -> FloatArray:

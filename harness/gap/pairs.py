@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rollproof.errors import GapError
+from rollproof.gap.columns import (
+    BoolArray,
+    FloatArray,
+    labels,
+    logprobs,
+    mask_column,
+    never_positive,
+    same_length,
+    same_tokens,
+    side_column,
+)
 from rollproof.records import IntArray
 
 __all__ = ["COLUMNS", "BoolArray", "FloatArray", "TokenPairs"]
-
-FloatArray: TypeAlias = "npt.NDArray[np.float64]"
-BoolArray: TypeAlias = "npt.NDArray[np.bool_]"
-
-ROUNDING = 1e-3
-"""A logprob up to here above 0 is the rounding of a fused kernel (flash-attention's cross-entropy gives 1e-6); above, it is no logprob."""
 
 COLUMNS: Mapping[str, str] = {
     "sequence_id": "which sequence the token belongs to (integer or text)",
@@ -90,7 +95,7 @@ class TokenPairs:
         place = self.sides["position"][token] if "position" in self.sides else token - int(self.starts[sequence])
         out = {"sequence": _plain(self.sequences[sequence]), "position": int(place)}
         if "token_id" in self.sides:
-            out["token_id"] = int(self.sides["token_id"][token])
+            out["token_id"] = _plain(self.sides["token_id"][token])
         return out | {"rollout_logprob": float(self.rollout[token]), "trainer_logprob": float(self.trainer[token])}
 
     def chosen(self, keep: BoolArray) -> TokenPairs:
@@ -127,16 +132,19 @@ class TokenPairs:
         unknown = sorted(set(columns) - set(COLUMNS))
         if unknown:
             raise GapError(f"No column is named {', '.join(unknown)}. A table of pairs may have: {', '.join(COLUMNS)}.")
-        rollout, trainer = _logprobs(rollout_logprob, "rollout_logprob"), _logprobs(trainer_logprob, "trainer_logprob")
-        given = {name: np.asarray(column) for name, column in columns.items() if column is not None}
-        names, codes = _codes(sequence_id)
-        counted = _mask(mask)
-        versions = {version: _logprobs(column, f"trainer_logprob@{version}") for version, column in (by_version or {}).items()}
-        named = {f"trainer_logprob@{version}": column for version, column in versions.items()}
-        _same_length({"rollout_logprob": rollout, "trainer_logprob": trainer, "sequence_id": codes, "mask": counted} | given | named)
+        rollout, trainer = logprobs(rollout_logprob, "rollout_logprob"), logprobs(trainer_logprob, "trainer_logprob")
+        given = {name: side_column(column, name) for name, column in columns.items() if column is not None}
+        names, codes = np.unique(labels(sequence_id, "sequence_id", missing=False), return_inverse=True)
+        counted = mask_column(mask)
+        versions = {version: logprobs(column, f"trainer_logprob@{version}") for version, column in (by_version or {}).items()}
+        scores = {"rollout_logprob": rollout, "trainer_logprob": trainer}
+        scores |= {f"trainer_logprob@{version}": column for version, column in versions.items()}
         if "current_logprob" in given:
-            given["current_logprob"] = _logprobs(given["current_logprob"], "current_logprob")
-        _same_tokens(given, counted)
+            scores["current_logprob"] = given["current_logprob"]
+        same_length(scores | {"sequence_id": codes, "mask": counted} | given)
+        for name, column in scores.items():
+            never_positive(column, counted, name)
+        same_tokens(given, counted)
         order = _order(codes, given.get("position"))
         pick = order[counted[order]] if order is not None else (None if counted.all() else np.flatnonzero(counted))
 
@@ -144,8 +152,8 @@ class TokenPairs:
             return array if pick is None else array[pick]
 
         rollout, trainer, codes = take(rollout), take(trainer), take(codes)
-        for values, name in ((rollout, "rollout_logprob"), (trainer, "trainer_logprob")):
-            _negative(values, name)
+        if "position" in given:
+            _once(names, codes, take(given["position"]))
         starts = np.flatnonzero(np.diff(codes, prepend=-1))
         return cls(
             rollout=rollout,
@@ -153,7 +161,7 @@ class TokenPairs:
             starts=starts,
             sequences=[names[i] for i in codes[starts]],
             sides={name: take(given[name]) for name in (*_SIDES, "current_logprob", "temperature") if name in given},
-            routes={name: _routes(take(given[name]), name) for name in ("rollout_routes", "trainer_routes") if name in given},
+            routes={name: take(given[name]) for name in ("rollout_routes", "trainer_routes") if name in given},
             by_version={version: take(column) for version, column in versions.items()},
             masked=int(len(counted) - counted.sum()),
         )
@@ -161,77 +169,6 @@ class TokenPairs:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _logprobs(values: Any, name: str) -> FloatArray:
-    try:
-        array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that requires grad
-        raise GapError(f"{name} must hold numbers (NaN where one is missing): {error}.") from error
-    if array.ndim != 1:
-        raise GapError(
-            f"{name} must have one axis (tokens), not shape {array.shape}: flatten the batch, and say in sequence_id what belongs together."
-        )
-    return array
-
-
-def _negative(values: FloatArray, name: str) -> None:
-    wrong = np.flatnonzero(values > ROUNDING)
-    if len(wrong):
-        share = len(wrong) / len(values)
-        likely = "they look like probabilities, or like losses with the sign flipped" if share > 0.5 else "a few tokens hold something else"
-        raise GapError(
-            f"{name} holds {len(wrong):,} of {len(values):,} values above 0 (the first: {values[wrong[0]]:.4g} at row"
-            f" {wrong[0]:,}), but the"
-            f" logarithm of a probability is at most 0: {likely}. Pass natural logarithms of probabilities."
-        )
-
-
-def _codes(values: Any) -> tuple[npt.NDArray[Any], IntArray]:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise GapError(f"sequence_id must have one axis (tokens), not shape {array.shape}.")
-    if array.dtype.kind == "f" and np.isnan(array).any():
-        raise GapError("sequence_id holds missing values: every token must name its sequence.")
-    if array.dtype.kind == "O" and any(value is None for value in array):
-        raise GapError("sequence_id holds missing values: every token must name its sequence.")
-    names, codes = np.unique(array, return_inverse=True)
-    return names, codes
-
-
-def _mask(values: Any) -> BoolArray:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise GapError(f"mask must have one axis (tokens), not shape {array.shape}.")
-    if array.dtype != np.bool_:
-        try:
-            numbers = array.astype(np.float64)
-        except (TypeError, ValueError) as error:
-            raise GapError(f"mask must hold true and false, or 0 and 1: {error}.") from error
-        if not np.isin(numbers, (0.0, 1.0)).all():
-            raise GapError("mask must hold true and false, or 0 and 1: weights other than these would change what the metrics mean.")
-        array = numbers == 1.0
-    return array
-
-
-def _same_length(columns: Mapping[str, npt.NDArray[Any]]) -> None:
-    lengths = {name: len(column) for name, column in columns.items()}
-    if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
-        raise GapError(f"The columns differ in length ({told}): each needs one entry per token, in one order.")
-
-
-def _same_tokens(given: Mapping[str, npt.NDArray[Any]], counted: BoolArray) -> None:
-    if "token_id" not in given or "trainer_token_id" not in given:
-        return
-    wrong = np.flatnonzero((given["token_id"] != given["trainer_token_id"]) & counted)
-    if len(wrong):
-        row = wrong[0]
-        raise GapError(
-            f"The two sides hold different tokens in {len(wrong):,} rows (the first: row {row:,}, {given['token_id'][row]} at the rollout,"
-            f" {given['trainer_token_id'][row]} at the trainer). Logprobs of different tokens cannot be compared: score the"
-            " rollout's own ids."
-        )
 
 
 def _order(codes: IntArray, position: npt.NDArray[Any] | None) -> IntArray | None:
@@ -244,7 +181,12 @@ def _order(codes: IntArray, position: npt.NDArray[Any] | None) -> IntArray | Non
     return None if bool((np.diff(codes) >= 0).all()) else np.argsort(codes, kind="stable")
 
 
-def _routes(array: npt.NDArray[Any], name: str) -> IntArray:
-    if array.ndim != 3 or array.dtype.kind not in "iu":
-        raise GapError(f"{name} must be an integer array (tokens, layers, top_k), not shape {array.shape} of {array.dtype}.")
-    return array
+def _once(names: npt.NDArray[Any], codes: IntArray, position: npt.NDArray[Any]) -> None:
+    """Tokens are in order of sequence and position."""
+    twice = np.flatnonzero((np.diff(codes) == 0) & (np.diff(position) == 0))
+    if len(twice):
+        at = int(twice[0])
+        raise GapError(
+            f"{len(twice):,} tokens have the sequence_id and the position of another (the first: sequence {names[codes[at]]}, position"
+            f" {position[at]}): give each sample a sequence_id of its own, such as prompt and number of the sample."
+        )

@@ -43,6 +43,8 @@ class GapTrainer(Protocol):
 
         Called once for each version that sampled a token. With ``replay`` the experts are those of ``rollout.routes``. All response
         tokens are to be scored, masked ones and those of other versions too: what is not of ``version`` is not used.
+
+        A trainer that also has ``sampled_at(temperatures)`` is told before, once, at which temperatures the trace's calls were sampled.
         """
         ...
 
@@ -65,6 +67,8 @@ def score_rollouts(
     provenance = provenance or (_provenance(Path(rollouts)) if isinstance(rollouts, Path | str) else "as-sampled")
     if replay:
         _require_routes(samples)
+    if callable(told := getattr(trainer, "sampled_at", None)):
+        told(frozenset().union(*(sample.temperatures for sample in samples.values())))
     wanted = {name: _versions(sample) for name, sample in samples.items()}
     everyone = sorted({version for found in wanted.values() for version in found}, key=lambda version: (str(type(version)), version))
     scores: dict[str, dict[Version, Scored]] = {name: {} for name in samples}
