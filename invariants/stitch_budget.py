@@ -140,7 +140,7 @@ def _ends_declared(contract: Contract) -> str | None:
 def finish_reason(view: RequestView, out: Collector) -> None:
     """Compare the sample's reason with the last delivered reply's. ``completed`` stands for ``stop`` and ``length``."""
     found = delivery(view)
-    if found is None or not found.known:
+    if found is None or not (found.known or _never_asked(view, found)):
         return out.absent(found.why if found else missing_reason(view))
     want, got = found.reference.finish_reason, found.rollout.finish_reason
     if want is not None:
@@ -157,6 +157,15 @@ def finish_reason(view: RequestView, out: Collector) -> None:
         where=view.where(call=found.reference.last),
         hint=_reason_hint(want, got),
     )
+
+
+def _never_asked(view: RequestView, found: Delivery) -> bool:
+    """Whether a sample without tokens ends naturally although no engine was asked, in a run whose calls were all seen.
+
+    A call may have been taken for that of another request of a group, whose members share a prompt.
+    """
+    seen = view.header is not None and view.header.case is not None and view.request.group is None
+    return seen and not view.attempts and not found.rollout.response_ids and found.rollout.finish_reason in _NATURAL
 
 
 def _reason_holds(view: RequestView, found: Delivery, want: FinishReason | None, got: FinishReason | None) -> bool:
@@ -209,6 +218,8 @@ def _reason_title(want: FinishReason | None, got: FinishReason | None) -> str:
 
 
 def _reason_hint(want: FinishReason | None, got: FinishReason | None) -> str:
+    if want is None and got is not None:
+        return "Nobody sampled an end: what is rewarded and trained on as the policy's answer is none. Raise, or hand it over as aborted."
     if got is None:
         return "Declare finish_reason=False where samples carry none; else filters for truncated and aborted samples see nothing."
     if want in (FinishReason.ABORT, FinishReason.ERROR):

@@ -159,6 +159,12 @@ class _GivesUpAsLength(AsSampled):
         return FinishReason.LENGTH if sample.attempts >= 2 else super().finish_reason(sample, output)
 
 
+class _NeverAsks(AsSampled):
+    async def run(self, sample: Sample) -> bool:
+        sample.finish = FinishReason.LENGTH
+        return self._open > 1 or await super().run(sample)
+
+
 class _ShrinkingLimit(AsSampled):
     def finish_reason(self, sample: Sample, output: EngineOutput) -> FinishReason:
         left = self.next_budget(sample)
@@ -349,6 +355,14 @@ BUGS: tuple[KnownBug, ...] = (
         make=_GivesUpAsLength,
         cases=(case(act(_ABORT, 2), act(_ABORT, 3)),),
         kills=("stitch.finish-length", "lifecycle.aborts-do-not-surface"),
+    ),
+    KnownBug(
+        id="never-asked",
+        summary="A request that finds no free place makes no call, and is handed over as an empty answer that reached its length.",
+        refs=("cf. AReaL#858",),
+        make=_NeverAsks,
+        cases=(case(requests=(request(), request("r1", (31, 32)))),),
+        kills=("stitch.finish-reason",),
     ),
     KnownBug(
         id="shrinking-limit",

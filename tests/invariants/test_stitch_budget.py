@@ -144,6 +144,23 @@ class TestFinishReason:
         assert "The sample ends by stop, although no engine ever answered" == finding.title
         assert "abort or error: no engine ever answered" == finding.expected
 
+    @pytest.mark.parametrize("reason", ["length", "stop", "completed"])
+    def test_nobody_was_asked(self, reason: str) -> None:
+        """An empty sample that ends naturally without any call, in a run whose calls were all seen."""
+        story = Teller().submit().result((), finish_reason=FinishReason(reason))
+        finding = finds(self.ID, story)
+        assert f"The sample ends by {reason}, although no engine ever answered" == finding.title
+        assert "Nobody sampled an end" in finding.hint
+
+    @pytest.mark.parametrize("reason", ["abort", "error"])
+    def test_giving_up_without_a_call_is_said(self, reason: str) -> None:
+        """As is a budget of nothing, a request of a group (its call may count for another of it), and a recording."""
+        why = "no engine call of the request was recorded"
+        unknown(self.ID, Teller().submit().result((), finish_reason=FinishReason(reason)), why)
+        unknown(self.ID, Teller().submit(group="g").result(()), why)
+        unknown(self.ID, Teller(driven=False).submit().result(()), why)
+        assert not check(self.ID, Teller().submit(max_tokens=0).result(())).findings
+
     def test_a_multi_turn_response_may_be_cut_by_the_environment(self) -> None:
         """The tool's words fill the response up to its limit."""
         parts = (Part(tokens=(11, 12), reason="stop"), Part(said=(91, 92, 93), tokens=(13,), reason="stop"))
