@@ -92,7 +92,7 @@ def gap(
     from rollproof.gap.localisation_lines import localisation_lines
     from rollproof.gap.measuring import measure_pairs
     from rollproof.gap.page import check_report_target, write_plots, write_report
-    from rollproof.gap.report import comparison_lines, gap_lines
+    from rollproof.gap.report import comparison_lines, gap_lines, overall
     from rollproof.gap.table import read_pairs
 
     chosen = limits_named(limits, override=limits_file)
@@ -131,12 +131,10 @@ def gap(
     if found is not None:
         output.lines(localisation_lines(found))
     more = {} if comparison is None else {"comparison": comparison.to_dict()}
-    output.json(report.to_dict() | more | ({} if found is None else {"localisation": found.to_dict()}))
-    verdicts = {report.verdict} | ({comparison.verdict} if comparison is not None else set())
-    if found is not None and found.found is not None:
-        verdicts.add(GapVerdict.FAIL)
+    verdict = overall(report, comparison, found)
+    output.json(report.to_dict() | more | ({} if found is None else {"localisation": found.to_dict()}) | {"overall": str(verdict)})
     codes = {GapVerdict.FAIL: ExitCode.FAIL, GapVerdict.INCONCLUSIVE: ExitCode.UNKNOWN, GapVerdict.PASS: ExitCode.PASS}
-    return output.ended(next(code for verdict, code in codes.items() if verdict in verdicts))
+    return output.ended(codes[verdict])
 
 
 def _named(text: str, flag: str, example: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ __all__ = ["draw_localisation"]
 
 _LEAST = 1e-9
 """Exact agreement, on a log scale."""
-_TICKS = 24
+_TICKS = 12
 
 
 def draw_localisation(localisation: Localisation) -> Iterator[Plot]:

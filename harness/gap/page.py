@@ -19,7 +19,7 @@ from rollproof.files import check_folder, check_target, write_atomically
 from rollproof.gap.aliases import aliased
 from rollproof.gap.limits import GapVerdict, Side
 from rollproof.gap.metrics import METRICS, Scale
-from rollproof.gap.report import rounded
+from rollproof.gap.report import overall, rounded
 
 if TYPE_CHECKING:
     from rollproof.gap.comparison import Comparison
@@ -114,8 +114,8 @@ def page_text(report: GapReport, *, comparison: Comparison | None = None, locali
     template = environment.from_string(resources.files("rollproof.gap").joinpath("page.html").read_text(encoding="utf-8"))
     text = template.render(
         report=report,
-        verdict=str(report.verdict),
-        told=_told(report),
+        verdict=str(overall(report, comparison, localisation)),
+        told=_everything_told(report, comparison, localisation),
         gated=[_row(report, name) for name in report.verdicts],
         others=[_row(report, name) for name in report.panel.metrics if name not in report.verdicts],
         unmeasured=[name for name in report.limits.limits if name not in report.verdicts],
@@ -131,8 +131,23 @@ def page_text(report: GapReport, *, comparison: Comparison | None = None, locali
     return text
 
 
+def _everything_told(report: GapReport, comparison: Comparison | None, localisation: Localisation | None) -> list[tuple[str, str]]:
+    """What led to the verdict: one sentence for each thing that was asked for, with its own verdict where there are several."""
+    out = [(str(report.verdict), _told(report))]
+    if comparison is not None:
+        effect = comparison.effects[0]
+        told = f"{effect.metric} is {_number(effect.ratio.value)} times that of {comparison.against} ({_interval(effect.ratio)})."
+        out.append((str(comparison.verdict), told))
+    if localisation is not None:
+        places = len(localisation.partings)
+        found = localisation.found
+        told = "" if found is None else f"The forwards part at {found.module}{f' and {places - 1} more places' if places > 1 else ''}."
+        out.append(("fail", told) if found else ("pass", "Nowhere do the forwards part by more than rounding."))
+    return out
+
+
 def _told(report: GapReport) -> str:
-    """The verdict in a sentence."""
+    """The gap's verdict in a sentence."""
     failing = [name for name, verdict in report.verdicts.items() if verdict is GapVerdict.FAIL]
     open_ = [name for name, verdict in report.verdicts.items() if verdict is GapVerdict.INCONCLUSIVE]
     if report.verdict is GapVerdict.PASS:

@@ -33,6 +33,8 @@ __all__ = ["COLOURS", "Plot", "draw_plots", "style"]
 _LAYERS = 96
 """Rows of the heat map; a deeper model's layers share them."""
 _SHADES = 6
+_MISMATCH = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Bounds of the heat map's shades: the same for every report, so that a healthy one looks pale."""
 _TAUS = (2, 10)
 _NOTHING = 1e-12
 """A mean |d| or k3 below this is rounding, and would stretch a log scale over decades of nothing."""
@@ -44,6 +46,7 @@ _NAMES: Mapping[str, str] = {
     "version": "weight version",
     "position_decile": "place in the sequence, 0 to 1",
     "rollout_logprob_decile": "rollout logprob, in nats",
+    "temperature": "sampling temperature",
 }
 """What a row of buckets is by."""
 
@@ -115,7 +118,9 @@ def _scatter(report: GapReport) -> Plot | None:
     if found is None:
         return None
     figure, axes = new_figure(3.2)
-    shades = _shaded(axes, found.edges, found.edges, found.counts.astype(float), log=True)
+    counts = found.counts.astype(float)
+    most = max(float(counts.max()), 2.0)
+    shades = _shaded(axes, found.edges, found.edges, counts, np.geomspace(1.0, most, _SHADES + 1))
     low = float(found.edges[0])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5))
@@ -176,7 +181,7 @@ def _layers(report: GapReport) -> Plot | None:
         cuts = np.array_split(np.arange(layers), _LAYERS)
         mismatch = np.stack([np.nanmean(mismatch[rows], axis=0) for rows in cuts])
     steps = np.linspace(0, layers, len(mismatch) + 1)
-    shades = _shaded(axes, np.linspace(0, 1, columns + 1), steps, mismatch, log=False)
+    shades = _shaded(axes, np.linspace(0, 1, columns + 1), steps, mismatch, np.array(_MISMATCH))
     axes.set(xlim=(0, 1), ylim=(layers, 0), xlabel="place in the sequence, 0 to 1", ylabel="layer of the routes' axis")
     if layers <= 16:
         axes.set_yticks(np.arange(layers) + 0.5, [str(layer) for layer in range(layers)])
@@ -221,7 +226,7 @@ def _timelines(report: GapReport) -> Plot | None:
 
 def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
     figure = Figure(figsize=(WIDTH, 1.1 + 0.26 * len(buckets)))
-    left, right = figure.subplots(1, 2, sharey=True)
+    left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.12})
     for axes, label, name in ((left, "k3 (nats)", "k3"), (right, "mean |d| (nats)", "abs_diff")):
         values = [getattr(bucket, name) for bucket in buckets]
         shown = [interval.value for interval in values if interval.value > _NOTHING]
@@ -254,7 +259,7 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
 def _effects(comparison: Comparison) -> Plot:
     rows = [("this", effect) for effect in comparison.effects]
     rows += [(f"control: {name}", effect) for name, row in comparison.controls.items() for effect in row]
-    figure, axes = new_figure(1.1 + 0.32 * len(rows))
+    figure, axes = new_figure(1.1 + 0.42 * len(rows))
     for place, (_, effect) in enumerate(rows):
         colour, mark = {"pass": (COLOURS["green"], "o"), "fail": (RED, "X")}.get(str(effect.verdict), (COLOURS["orange"], "D"))
         if effect.ratio.value > 0:
@@ -263,9 +268,9 @@ def _effects(comparison: Comparison) -> Plot:
             axes.plot([effect.ratio.low, effect.ratio.high], [place, place], color=colour, lw=2.2, solid_capstyle="butt")
     axes.axvline(1.0, color=INK, lw=1)
     log_scale(axes, "x")
-    axes.set_yticks(range(len(rows)), [f"{_cut(name, 22)}, {effect.metric}" for name, effect in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{_cut(name, 34)}\n{effect.metric}" for name, effect in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(f"ratio to {_cut(comparison.against, 30)}")
+    axes.set_xlabel(f"ratio to {_cut(comparison.against, 24, end=True)}", fontsize=8)
     axes.grid(axis="x")
     return Plot(
         name="comparison",
@@ -278,13 +283,13 @@ def _effects(comparison: Comparison) -> Plot:
 _MAKERS: Sequence[Callable[[GapReport], Plot | None]] = (_limits, _scatter, _tail, _layers, _timelines)
 
 
-def _shaded(axes: Axes, across: Any, down: Any, values: Any, *, log: bool) -> list[tuple[float, float, float]]:
-    """Cells of ``values`` ``(rows, columns)`` as one outline a shade (small, and readable on any ground): ``(from, to, alpha)`` of each."""
-    known = values[np.isfinite(values) & (values > 0)]
-    if not len(known):
+def _shaded(axes: Axes, across: Any, down: Any, values: Any, ends: Any) -> list[tuple[float, float, float]]:
+    """Cells of ``values`` ``(rows, columns)`` as one outline a shade (small, and readable on any ground), by the shades' ``ends``.
+
+    Returns ``(from, to, alpha)`` of each; nothing where no value is above 0.
+    """
+    if not (np.isfinite(values) & (values > 0)).any():
         return []
-    least, most = (float(known.min()), float(known.max())) if log else (0.0, float(known.max()))
-    ends = np.geomspace(least, most, _SHADES + 1) if log and most > least else np.linspace(least, most, _SHADES + 1)
     shade = np.clip(np.searchsorted(ends, values, side="right") - 1, 0, _SHADES - 1)
     out = []
     for level in range(_SHADES):
@@ -309,7 +314,7 @@ def _legend(axes: Axes, shades: Sequence[tuple[float, float, float]], title: str
     form = ".1%" if percent else ",.0f"
     square: Any = Rectangle  # its constructor is not typed
     handles = [
-        square((0, 0), 1, 1, facecolor=BLUE, alpha=alpha, lw=0, label=f"\N{GREATER-THAN OR EQUAL TO} {low:{form}}")
+        square((0, 0), 1, 1, facecolor=BLUE, alpha=alpha, lw=0, label=f"\N{GREATER-THAN OR EQUAL TO} {low:{form}}" if low else "> 0")
         for low, _, alpha in reversed(shades)
     ]
     # a legend of the figure, not of the axes: only for that the layout makes room
@@ -318,9 +323,12 @@ def _legend(axes: Axes, shades: Sequence[tuple[float, float, float]], title: str
     )
 
 
-def _cut(text: str, most: int) -> str:
+def _cut(text: str, most: int, *, end: bool = False) -> str:
+    """At most that many characters: the first, or of a path the last."""
     clean = "".join(char if char.isprintable() else "?" for char in text)
-    return clean if len(clean) <= most else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+    if len(clean) <= most:
+        return clean
+    return f"\N{HORIZONTAL ELLIPSIS}{clean[1 - most :]}" if end else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _version_order(version: Any) -> tuple[bool, float, str]:

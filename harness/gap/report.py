@@ -15,11 +15,12 @@ from rollproof.gap.comparison import Comparison
 from rollproof.gap.diagnosis import Cause
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
+from rollproof.gap.localisation import Localisation
 from rollproof.gap.metrics import METRICS, Scale
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel
 
-__all__ = ["GAP_SCHEMA", "GapReport", "comparison_lines", "gap_lines", "rounded"]
+__all__ = ["GAP_SCHEMA", "GapReport", "comparison_lines", "gap_lines", "overall", "rounded"]
 
 GAP_SCHEMA = 1
 _WIDTH = 118
@@ -118,6 +119,14 @@ class GapReport:
 def _bare(name: str) -> bool:
     """Whether a metric has no interval whatever the data."""
     return name in METRICS and METRICS[name].scale is Scale.BARE
+
+
+def overall(report: GapReport, comparison: Comparison | None = None, localisation: Localisation | None = None) -> GapVerdict:
+    """The worst of what was asked for: a comparison's verdict counts, and a place where two forwards part fails."""
+    verdicts = {report.verdict} | ({comparison.verdict} if comparison is not None else set())
+    if localisation is not None and localisation.found is not None:
+        verdicts.add(GapVerdict.FAIL)
+    return next(verdict for verdict in (GapVerdict.FAIL, GapVerdict.INCONCLUSIVE, GapVerdict.PASS) if verdict in verdicts)
 
 
 def _number(value: float) -> float | None:
