@@ -1,4 +1,4 @@
-"""Prints what NeMo-RL's own code says of the frozen case of test_aliases.py; for whoever freezes its numbers anew.
+"""Prints what NeMo-RL's own code says of the frozen case of test_parity.py; for whoever freezes its numbers anew.
 
 PYTHONPATH=. python benchmarks/gap_nemo_rl.py CHECKOUT   (a checkout of NVIDIA-NeMo/RL; needs torch, and nothing else of theirs)
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.gap.test_aliases import FROZEN_GENERATION, FROZEN_MASK, FROZEN_TRAINER
+from tests.support.gap_measured import FROZEN_GENERATION, FROZEN_MASK, FROZEN_TRAINER
 
 
 def functions(path: Path, *names: str) -> dict[str, Any]:
