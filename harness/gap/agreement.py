@@ -18,6 +18,8 @@ from rollproof.records import IntArray
 __all__ = ["Agreement", "agreement", "overlap"]
 
 _CHUNK = 1 << 16
+_WORDS = 16
+"""64-bit words of a set of experts, at most: with more experts than they hold, sets are compared by sorting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,12 +40,35 @@ class Agreement:
 
 def overlap(left: IntArray, right: IntArray) -> tuple[IntArray, BoolArray]:
     """For ``(n, layers, top_k)`` arrays: ``(n, layers)`` number of common experts, and whether both rows hold distinct, real experts."""
+    if max(left.max(initial=0), right.max(initial=0)) < 64 * _WORDS:
+        a, b = _sets(left), _sets(right)
+        return _count(a & b), (_count(a) == left.shape[2]) & (_count(b) == right.shape[2])
     a, b = np.sort(left, axis=2).astype(np.int64), np.sort(right, axis=2).astype(np.int64)
     whole = (a[:, :, 0] >= 0) & (b[:, :, 0] >= 0)
     if a.shape[2] > 1:
         whole &= (np.diff(a, axis=2) > 0).all(axis=2) & (np.diff(b, axis=2) > 0).all(axis=2)
     both = np.sort(np.concatenate([a, b], axis=2), axis=2)
     return (np.diff(both, axis=2) == 0).sum(axis=2), whole
+
+
+def _sets(ids: IntArray) -> IntArray:
+    """``(n, layers, words)``: each row's experts as bits; negative ids are none."""
+    words = int(ids.max(initial=0)) // 64 + 1
+    bits = np.zeros((64 * words + 1, words), dtype=np.uint64)  # the last row is that of id -1
+    numbers = np.arange(64 * words)
+    bits[numbers, numbers // 64] = np.left_shift(np.uint64(1), (numbers % 64).astype(np.uint64))
+    if ids.min(initial=0) < -1:
+        ids = np.maximum(ids, -1)
+    if words == 1:  # twice as fast without an axis of one word
+        return np.bitwise_or.reduce(bits[:, 0][ids], axis=2)[:, :, None]
+    return np.bitwise_or.reduce(bits[ids], axis=2)
+
+
+def _count(sets: IntArray) -> IntArray:
+    """``(n, layers)``: the bits that are set."""
+    if hasattr(np, "bitwise_count"):  # since numpy 2.0
+        return np.bitwise_count(sets).sum(axis=2, dtype=np.int64)
+    return np.unpackbits(sets.view(np.uint8), axis=2).sum(axis=2, dtype=np.int64)
 
 
 def agreement(pairs: TokenPairs) -> Agreement | None:
