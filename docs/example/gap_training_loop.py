@@ -56,3 +56,10 @@ def train(steps: int = 3) -> list[dict[str, float]]:
         (-(trainer_logprobs * advantage * response_mask).sum() / response_mask.sum()).backward()
         optimiser.step()
     return logged
+
+
+if __name__ == "__main__":
+    for row in train():
+        print(  # noqa: T201 - a program for reading
+            f"k3 {row['gen_kl_error']:.2e}  mean |d| {row['sampling/sampling_logp_difference/mean']:.4f}"
+        )
