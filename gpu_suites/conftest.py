@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from rollproof.gpu_suites.gate import GpuFindings, find_gpus, shared
 from rollproof.gpu_suites.hardware import MemoryWatch, described
 from rollproof.gpu_suites.needs import MARKERS, needs_of, unmet
 from rollproof.gpu_suites.reporting import RunReport
+from rollproof.gpu_suites.scorers import empty_cuda
 from rollproof.gpu_suites.spending import Part, Spending
 from rollproof.plugin import STATE
 
@@ -76,9 +78,11 @@ def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> I
 
 @pytest.fixture(scope="module", autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
-    """After each suite the cards are as empty as before it: what an engine keeps, the next one lacks."""
-    watch = None if shared() else MemoryWatch()
+    """After each suite the cards are as empty as before it, but for our own context: what an engine keeps, the next one lacks."""
+    watch = None if shared() else MemoryWatch(slack_gib=2.0)
     yield
+    gc.collect()
+    empty_cuda()
     missing = watch.missing() if watch is not None else None
     if missing:
         pytest.fail(f"memory of this suite was {missing}: a process of it still runs, or holds the card", pytrace=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,7 @@ from rollproof.engines.declaring import model_of
 from rollproof.errors import UsageError
 from rollproof.fakes.tiny_models import make_checkpoint, second_version
 
-__all__ = ["SIZES", "fits", "given_models", "make_models"]
+__all__ = ["SIZES", "few_threads", "fits", "given_models", "make_models"]
 
 SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -48,6 +49,19 @@ SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Sizes of Qwen3-MoE by name."""
 
 
+@contextmanager
+def few_threads() -> Iterator[None]:
+    """Inside, torch computes on four threads at most: of more, models so small gain nothing, and on a busy machine they wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(4, before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def make_models(size: str, folder: Path, *, dtype: str = "bfloat16", seed: int = 0) -> dict[str, Path]:
     """Two versions, ``A`` and ``B``, of a random policy of that size in ``folder``; kept where they are there already.
 
@@ -57,8 +71,9 @@ def make_models(size: str, folder: Path, *, dtype: str = "bfloat16", seed: int =
         raise UsageError(f"No model size is named {size!r}; choose among {list(SIZES)}.")
     first, second = folder / size / "A", folder / size / "B"
     if not (second / "config.json").is_file():
-        make_checkpoint(first, "qwen3_moe", seed=seed, dtype=dtype, **SIZES[size])
-        second_version(first, second, seed=seed + 1)
+        with few_threads():
+            make_checkpoint(first, "qwen3_moe", seed=seed, dtype=dtype, **SIZES[size])
+            second_version(first, second, seed=seed + 1)
     return {"A": first, "B": second}
 
 

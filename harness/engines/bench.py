@@ -239,8 +239,8 @@ class Bench:
         self._recorder.record(Fault(what=BROKEN_OFF, server_id=SERVER, detail=why))
 
     async def close(self) -> None:
-        """Give up what is still in flight; its callers are gone."""
-        tasks = [one.task for one in self._asked if one.task is not None and not one.task.done()]
+        """Give up what is still in flight; its callers are gone. What other calls came to has been recorded, or is told by one of them."""
+        tasks = [one.task for one in self._asked if one.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,7 +6,9 @@ stands for.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -31,6 +33,7 @@ _RAW = {Logprobs.RAW: "1", Logprobs.TEMPERATURE_SCALED: "0"}
 """``SGLANG_RETURN_ORIGINAL_LOGPROB`` for a mode of logprobs."""
 _OURS = ("device", "python", "flavour", "load", "deadline")
 """Keys of ``EngineSettings.extra`` that are not SGLang's own."""
+_SETTLING_S = 5.0
 
 
 class SglangEngine:
@@ -134,8 +137,16 @@ class SglangEngine:
         _succeeded("the weight update", result)
 
     async def clear_cache(self) -> None:
-        """Empty the radix cache. Raises ``EngineRefused`` while calls run, or are paused in place."""
-        _succeeded("flush_cache", await self._running.call("flush"))
+        """Empty the radix cache. Raises ``EngineRefused`` while calls run, or are paused in place.
+
+        A call that is answered may still be in the scheduler's last batch: where SGLang holds none, it is asked again for a while.
+        """
+        end = time.monotonic() + _SETTLING_S
+        while not (result := await self._running.call("flush"))["success"]:
+            if time.monotonic() > end or (await self._running.call("loads"))["held"]:
+                break
+            await asyncio.sleep(0.05)
+        _succeeded("flush_cache", result)
 
     async def counters(self) -> Mapping[str, float]:
         """Retractions of the calls answered so far (``meta_info["num_retractions"]``), and calls that SGLang holds."""

@@ -10,7 +10,7 @@ from rollproof.gap.agreement import overlap
 @pytest.mark.parametrize("top_k", [1, 2, 8])
 @pytest.mark.parametrize("counting", ["by numpy", "by bytes"])
 def test_common_experts_are_those_of_the_rows_as_sets(experts: int, top_k: int, counting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows of distinct, real experts; rows that hold a negative id, or one twice, are told apart. With and without numpy 2's popcount."""
+    """Of rows of distinct, real experts; rows that hold a negative id, or one twice, are told apart, with and without numpy 2."""
     if counting == "by bytes":
         monkeypatch.delattr(np, "bitwise_count", raising=False)
     draw = np.random.default_rng([experts, top_k])

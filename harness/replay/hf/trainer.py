@@ -209,7 +209,7 @@ class HfTrainer:
         model = tiny_model(self.setup.family, seed=seed, dtype=getattr(torch, self.setup.dtype)).to(self.device)
         if self.setup.compiled:
             for layer in model.model.layers:
-                layer.self_attn.compile()
+                layer.self_attn.compile(dynamic=True)  # else a step of another shape makes other code, and other sums
         return model
 
     @property
