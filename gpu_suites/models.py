@@ -51,7 +51,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 @contextmanager
 def few_threads() -> Iterator[None]:
-    """Inside, torch computes on four threads at most: of more, models so small gain nothing, and on a busy machine they wait for each other."""
+    """Inside, torch computes on four threads at most: small models gain nothing from more, which wait for each other on a busy machine."""
     import torch
 
     before = torch.get_num_threads()

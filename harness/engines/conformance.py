@@ -156,6 +156,7 @@ class _Main:
         made = [(setting, self._target.make(settings)) for setting, settings in self._target.settings.items()]
         plan = [(setting, engine, chosen) for setting, engine in made if (chosen := self._chosen(engine, setting))]
         starts: list[asyncio.Task[None]] = []
+        stopped = 0
         try:
             for place, (setting, engine, chosen) in enumerate(plan):
                 self._say(f"starting {self._target.name} ({setting})")
@@ -170,13 +171,14 @@ class _Main:
                         raise
                     self._not_started(engine, setting, error)
                 finally:
+                    stopped += 1
                     with self._run.spending("stopping"):
                         await engine.stop()
         finally:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
-            for _, engine, _ in plan:
+            for _, engine, _ in plan[stopped : len(starts)]:
                 await engine.stop()
         if not self._run.traces:
             names = sorted({experiment.name for experiment in self._all()})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -167,6 +168,34 @@ def test_a_setting_that_does_not_start_is_a_finding_beside_the_others() -> None:
     (finding,) = next(result for result in report.results if result.id == "engine.answers").findings
     assert "KV cache is too small" in finding.observed
     assert ("the crowded setting did not start: vllm cannot be started: no room",) == report.notes
+
+
+class _Told(FakeEngineSubject):
+    """An engine that tells when it starts, is asked, and stops."""
+
+    told: ClassVar[list[str]] = []
+
+    async def start(self) -> None:
+        self._tell("starts")
+        await super().start()
+
+    async def stop(self) -> None:
+        self._tell("stops")
+        await super().stop()
+
+    def _tell(self, what: str) -> None:
+        self.told.append(f"{'main' if self.settings.kv_tokens is None else 'crowded'} {what}")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_next_engine_starts_ahead_where_there_is_room_for_two(ahead: bool) -> None:
+    """Each is stopped once; the parts of the run's time are told."""
+    _Told.told.clear()
+    target = replace(fake_target("vllm", make=lambda settings: _Told(settings, "vllm")), ahead=ahead)
+    run = run_experiments(target, only=["plain", "crowded"])
+    first, last = ["main starts"], ["crowded starts"]
+    assert [*first, *(last if ahead else []), "main stops", *([] if ahead else last), "crowded stops"] == _Told.told
+    assert {"starting", "stopping", "reference"} == set(run.spent)
 
 
 class _Interrupted(FakeEngineSubject):
