@@ -19,7 +19,7 @@ from rollproof.gap.metrics import METRICS
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.sums import sequence_sums
 
-__all__ = ["Bucket", "bucketed", "staleness"]
+__all__ = ["Bucket", "bucket_codes", "bucketed", "staleness"]
 
 _MOST = 24
 """A column with more values than this (versions of a long run) is cut into as many ranges of equal token count."""
@@ -78,7 +78,7 @@ def _labellings(pairs: TokenPairs) -> Mapping[str, tuple[npt.NDArray[np.int64], 
     out = {}
     lag = staleness(pairs)
     if lag is not None and not np.isnan(lag).all():
-        out["staleness"] = _values(lag)
+        out["staleness"] = bucket_codes(lag)
     if "since_resume" in pairs.sides:
         since = pairs.sides["since_resume"]
         codes = np.full(len(since), -1)
@@ -87,7 +87,7 @@ def _labellings(pairs: TokenPairs) -> Mapping[str, tuple[npt.NDArray[np.int64], 
         out["since_resume"] = codes, [label for label, _, _ in _RESUME]
     for name in ("part", "replica", "version", "temperature"):
         if name in pairs.sides:
-            out[name] = _values(pairs.sides[name])
+            out[name] = bucket_codes(pairs.sides[name])
     out["position_decile"] = _deciles(_place(pairs))
     out["rollout_logprob_decile"] = _deciles(pairs.rollout)
     return out
@@ -99,7 +99,8 @@ def _place(pairs: TokenPairs) -> npt.NDArray[np.float64]:
     return np.asarray(within / np.maximum(np.repeat(pairs.lengths, pairs.lengths) - 1, 1))
 
 
-def _values(column: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[str]]:
+def bucket_codes(column: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[str]]:
+    """``(n,)``: the bucket of each token, by value or (of many numbers) by range, -1 where it is not told; and the buckets' labels."""
     told = known(column)
     names, found = np.unique(column[told], return_inverse=True)
     codes = np.full(len(column), -1)

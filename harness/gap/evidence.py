@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from scipy import stats
 
 from rollproof.gap.agreement import overlap
 from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
@@ -15,6 +16,11 @@ __all__ = ["Evidence", "RouteEvidence", "gather"]
 _TOKENS = 400_000
 """Tokens that a diagnosis looks at: more change no conclusion, and cost seconds."""
 _BINS = 20
+_PER_BIN = 25
+_CUT = 3.0
+_FEW = 100
+"""Tokens below which neither a correlation with the next place nor a shift of routes is told."""
+_SLOTS = 8
 _SHIFTS = (-2, -1, 1, 2)
 
 
@@ -23,7 +29,8 @@ class RouteEvidence:
     """Slot mismatch of the routes as they stand, after shifting them by tokens or layers, and where it sits.
 
     ``token_shift`` and ``layer_shift`` map a shift to the mismatch that is left when the trainer's rows are moved by it.
-    ``polluted`` is the share of tokens whose rows agree no better than chance, ``healthy`` the mismatch of the others.
+    ``polluted`` is the share of tokens whose rows agree no better than chance, ``healthy`` the mismatch of the others; NaN
+    where a token has so few slots (``_SLOTS``) that one flip could look so.
     ``dull_layers`` are leading layers of the axis whose rows hold no selection (one expert several times, or negative).
     """
 
@@ -40,7 +47,8 @@ class RouteEvidence:
 class Evidence:
     """Signs over ``tokens`` tokens with finite logprobs.
 
-    ``rho_excess`` is E[rho] - 1 and ``rho_z`` that over its standard error over sequences; ``explained`` is the share of the mean
+    ``rho_excess`` is E[rho] - 1 and ``rho_z`` that over its standard error over sequences, ``rho_chance``
+    how likely such a one is of so few sequences (Student); ``explained`` is the share of the mean
     square of d that a function of the rollout logprob alone explains; ``pearson`` the correlation of the two logprobs and
     ``lagged`` that with the trainer's moved by -1 and +1 places.
     """
@@ -50,6 +58,7 @@ class Evidence:
     k3: float
     rho_excess: float
     rho_z: float
+    rho_chance: float
     explained: float
     pearson: float
     lagged: dict[int, float] = field(default_factory=dict)
@@ -64,18 +73,21 @@ def gather(pairs: TokenPairs) -> Evidence:
     d = whole.trainer - whole.rollout
     if not len(d):
         nan = float("nan")
-        return Evidence(tokens=0, k1=nan, k3=nan, rho_excess=nan, rho_z=nan, explained=nan, pearson=nan)
+        return Evidence(tokens=0, k1=nan, k3=nan, rho_excess=nan, rho_z=nan, rho_chance=1.0, explained=nan, pearson=nan)
     excess = np.expm1(np.clip(d, -80, 20))
     by_sequence = np.add.reduceat(excess, whole.starts)
     mean = float(excess.mean())
-    error = float(np.sqrt(((by_sequence - mean * whole.lengths) ** 2).sum())) / len(d)
+    count = whole.n_sequences
+    error = float(np.sqrt(((by_sequence - mean * whole.lengths) ** 2).sum() * count / max(count - 1, 1))) / len(d)
+    away = mean / error if error > 1e-12 * abs(mean) and count > 1 else 0.0
     return Evidence(
         tokens=len(d),
         k1=float(-d.mean()),
         k3=float((excess - d).mean()),
         rho_excess=mean,
-        rho_z=mean / error if error > 0 else 0.0,
-        explained=_explained(whole.rollout, d),
+        rho_z=away,
+        rho_chance=float(2 * stats.t.sf(abs(away), count - 1)) if count > 1 else 1.0,
+        explained=_explained(whole.rollout, d, whole.owner % 2),
         pearson=_correlation(whole.rollout, whole.trainer),
         lagged={step: _lagged(pairs, step) for step in (-1, 1)},
         routes=_routes(pairs),
@@ -92,22 +104,28 @@ def _sample(pairs: TokenPairs) -> TokenPairs:
     return pairs.chosen(np.repeat(taken, pairs.lengths))
 
 
-def _explained(rollout: FloatArray, d: FloatArray) -> float:
-    """Share of sum d^2 that the mean of d within bins of the rollout logprob explains, less what as many bins explain of noise.
+def _explained(rollout: FloatArray, d: FloatArray, group: IntArray) -> float:
+    """Share of sum d^2 that a function of the rollout logprob explains: the mean of d within bins, learnt from half of the sequences and
+    tried on the other, so that neither a few tokens nor as many bins explain anything. ``group`` ``(n,)`` is 0 or 1.
 
-    What is the same in all bins is no function of the logprob: an offset is left out.
+    An offset, which is the same in all bins, is no function of the logprob and is left out; so is what of |d| is beyond ``_CUT``.
     """
+    d = np.clip(d, -_CUT, _CUT)
     total = float((d * d).sum())
-    d = d - d.mean()
-    edges = np.unique(np.quantile(rollout, np.linspace(0, 1, _BINS + 1)))
-    if total == 0 or len(edges) < 3:
+    edges = np.unique(np.quantile(rollout, np.linspace(0, 1, min(_BINS, len(d) // _PER_BIN) + 1)))
+    if total == 0 or len(edges) < 3 or not 0 < group.mean() < 1:
         return 0.0
     place = np.clip(np.searchsorted(edges, rollout, side="right") - 1, 0, len(edges) - 2)
-    count = np.bincount(place, minlength=len(edges) - 1)
-    mean = np.bincount(place, weights=d, minlength=len(count)) / np.maximum(count, 1)
-    square = np.bincount(place, weights=d * d, minlength=len(count)) / np.maximum(count, 1)
-    noise = float(np.maximum(square - mean**2, 0).sum())  # each bin's mean of pure noise has this square, over its count
-    return max(0.0, (float((count * mean**2).sum()) - noise) / total)
+    gained = 0.0
+    for half in (0, 1):
+        learnt, tried = group == half, group != half
+        count = np.bincount(place[learnt], minlength=len(edges) - 1)
+        own = d[learnt] - d[learnt].mean()
+        mean = np.bincount(place[learnt], weights=own, minlength=len(count)) / np.maximum(count, 1)
+        told = mean[place[tried]]
+        rest = d[tried] - d[tried].mean()
+        gained += float((2 * rest * told - told * told).sum())
+    return max(0.0, gained / total)
 
 
 def _correlation(a: FloatArray, b: FloatArray) -> float:
@@ -123,12 +141,14 @@ def _lagged(pairs: TokenPairs, step: int) -> float:
     theirs = ours + step
     owner = pairs.owner
     keep = (owner[ours] == owner[theirs]) & np.isfinite(pairs.rollout[ours]) & np.isfinite(pairs.trainer[theirs])
+    if keep.sum() < _FEW:
+        return float("nan")
     return _correlation(pairs.rollout[ours[keep]], pairs.trainer[theirs[keep]])
 
 
 def _routes(pairs: TokenPairs) -> RouteEvidence | None:
     left, right = pairs.routes.get("rollout_routes"), pairs.routes.get("trainer_routes")
-    if left is None or right is None or left.shape != right.shape or not len(left):
+    if left is None or right is None or left.shape != right.shape or len(left) * left.shape[1] < _FEW:
         return None
     most = max(1, (1 << 22) // (left.shape[1] * left.shape[2]))
     left, right, owner = left[:most], right[:most], pairs.owner[:most]
@@ -145,12 +165,13 @@ def _routes(pairs: TokenPairs) -> RouteEvidence | None:
         row = np.nanmean(share, axis=1) if whole.any() else np.full(len(left), np.nan)
     chance = 1 - top_k / experts
     lost = 1 - row > 0.7 * chance
+    enough = left.shape[1] * top_k >= _SLOTS
     return RouteEvidence(
         mismatch=_missed(left, right),
         chance=chance,
         token_shift={step: _missed(*_by_token(left, right, owner, step)) for step in _SHIFTS},
         layer_shift={step: _missed(*_by_layer(left, right, step)) for step in _SHIFTS if abs(step) < left.shape[1]},
-        polluted=float(lost.mean()),
+        polluted=float(lost.mean()) if enough else float("nan"),
         healthy=float(1 - np.nanmean(row[~lost])) if (~lost & np.isfinite(row)).any() else float("nan"),
         dull_layers=dull,
     )

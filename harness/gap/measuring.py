@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.errors import UsageError
-from rollproof.gap.buckets import bucketed
+from rollproof.gap.buckets import bucketed, staleness
 from rollproof.gap.diagnosis import diagnose
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, limits_named
@@ -84,6 +84,12 @@ def _notes(pairs: TokenPairs, panel: Panel, limits: Limits) -> list[str]:
         notes.append(
             f"{greedy:,} tokens were chosen greedily (temperature 0): those are no draws from the rollout's law, so that k1, k3 and E[rho]"
             " estimate nothing of it; |d| compares them all the same."
+        )
+    lag = staleness(pairs)
+    ahead = 0 if lag is None else int((lag < 0).sum())
+    if ahead:
+        notes.append(
+            f"{ahead:,} tokens were sampled by a version that is newer than their current_version: one of the two columns is wrong."
         )
     plain, cut = panel.metrics["kl_mu_pi_k3"].value, panel.metrics["k3_winsorised"].value
     if plain > 2 * cut > 0:

@@ -11,8 +11,8 @@ from typing import Any
 from rollproof.console import Line, Style, text_of
 from rollproof.errors import ConformanceError, UsageError
 from rollproof.gap.buckets import Bucket
+from rollproof.gap.causes import Cause
 from rollproof.gap.comparison import Comparison
-from rollproof.gap.diagnosis import Cause
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
 from rollproof.gap.localisation import Localisation

@@ -1,0 +1,72 @@
+"""Causes: what a diagnosis may name, and what its rules look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from rollproof.gap.buckets import Bucket
+from rollproof.gap.evidence import Evidence
+from rollproof.gap.pairs import TokenPairs
+
+__all__ = ["NUMERICS", "Cause", "Rule", "Scene", "beyond"]
+
+NUMERICS = "numerics only"
+_ALWAYS_WRONG = frozenset(
+    {
+        "not finite",
+        "off by one",
+        "routes shifted by a token",
+        "routes shifted by a layer",
+        "routes shifted by dense layers",
+        "polluted capture",
+        "stale engine weights",
+        "wrong version scored",
+    }
+)
+"""Others are wrong or meant: whoever samples with top-p or scores older tokens under newer weights may know it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """A likely kind of cause: its name, how far the sign is beyond what numerics give (0.5 to 1), the sign in words, and what to do."""
+
+    name: str
+    confidence: float
+    because: str
+    advice: str = ""
+
+    @property
+    def harmless(self) -> bool:
+        """Whether nothing needs to be done about it."""
+        return self.name == NUMERICS
+
+    @property
+    def fault(self) -> bool:
+        """Whether it is wrong at any size, so that a gap within its limits excuses it no more than one beyond them."""
+        return self.name in _ALWAYS_WRONG and self.confidence >= 0.7
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {"class": self.name, "confidence": round(self.confidence, 3), "because": self.because, "advice": self.advice}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scene:
+    """The tokens, the evidence that was measured on them, and their buckets."""
+
+    pairs: TokenPairs
+    signs: Evidence
+    buckets: Mapping[str, tuple[Bucket, ...]]
+
+
+Rule: TypeAlias = "Callable[[Scene], Cause | None]"
+
+
+def beyond(value: float, bound: float) -> float:
+    """0.5 at the bound, towards 1 beyond it."""
+    if bound <= 0 or not math.isfinite(value):
+        return 0.5
+    return float(min(0.99, max(0.5, 1 - 0.5 * bound / value)))

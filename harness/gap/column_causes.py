@@ -1,0 +1,164 @@
+"""Column causes: the rules of a diagnosis that need a column to tell: versions, resumes, replicas, the age of the weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from rollproof.gap.buckets import bucket_codes, staleness
+from rollproof.gap.causes import Cause, Scene, beyond
+from rollproof.gap.columns import BoolArray, FloatArray, known
+from rollproof.gap.intervals import Resampler
+from rollproof.gap.pairs import TokenPairs
+from rollproof.gap.quantiles import abs_diff
+
+__all__ = ["boundary", "lag", "replica", "versions"]
+
+_ROUNDING = 1e-5
+"""What float32 does to a logprob, in nats: a mean |d| below it has no cause that is worth a name, wherever it is larger."""
+
+
+def _better_version(pairs: TokenPairs, own: BoolArray, tag: Any) -> Any:
+    """The version that fits the tokens of a tag better than the tag's own, sequence by sequence; ``None`` where none surely does."""
+    with np.errstate(invalid="ignore"):
+        apart = {version: np.abs(scores[own] - pairs.rollout[own]) for version, scores in pairs.by_version.items()}
+    apart = {version: size for version, size in apart.items() if np.isfinite(size).any()}
+    if tag not in apart:
+        return None
+    mean = {version: float(size[np.isfinite(size)].mean()) for version, size in apart.items()}
+    best = min(mean, key=lambda version: mean[version])
+    both = np.isfinite(apart[best]) & np.isfinite(apart[tag])
+    if best == tag or not both.any() or apart[tag][both].mean() <= 1.15 * apart[best][both].mean():
+        return None
+    # most of the sequences must say so: a heavy token of one of them must not
+    gain = np.bincount(pairs.owner[own][both], weights=(apart[tag] - apart[best])[both])
+    gain = gain[gain != 0]
+    return best if len(gain) and float(stats.wilcoxon(gain, alternative="greater").pvalue) < 1e-3 else None
+
+
+def versions(scene: Scene) -> Cause | None:
+    """Tags that another version fits better: scores under several versions tell."""
+    pairs = scene.pairs
+    tags = pairs.sides.get("version")
+    if tags is None or len(pairs.by_version) < 2:
+        return None
+    fits: dict[Any, Any] = {}
+    for tag in np.unique(tags[known(tags)]):
+        if (best := _better_version(pairs, tags == tag, tag)) is not None:
+            fits[tag.item() if isinstance(tag, np.generic) else tag] = best
+    if not fits:
+        return None
+    told = ", ".join(f"tag {tag}: version {best}" for tag, best in list(fits.items())[:4])
+    stuck = len(fits) > 1 and len(set(fits.values())) == 1
+    return Cause(
+        name="stale engine weights" if stuck else "wrong version scored",
+        confidence=0.9,
+        because=f"the rollout's logprobs fit another version than the one that they are tagged with ({told})",
+        advice="The engine keeps answering from old weights: the update did not reach it, or is smaller than its precision resolves."
+        if stuck
+        else "The tag is published before or after the weights: read it from the weights that sampled, and score under that version.",
+    )
+
+
+def boundary(scene: Scene) -> Cause | None:
+    """Tokens just behind a resume that differ more than those away from one."""
+    row = {bucket.label: bucket for bucket in scene.buckets.get("since_resume", ())}
+    inside = row.get("8+") or row.get("before any")
+    near = [row[label] for label in ("0", "1", "2-7") if label in row]
+    if inside is None or not near:
+        return None
+    worst = max(near, key=lambda bucket: bucket.abs_diff.value)
+    if worst.abs_diff.value < _ROUNDING:
+        return None
+    ratio = worst.abs_diff.value / inside.abs_diff.value if inside.abs_diff.value > 0 else math.inf
+    if not (ratio > 2 and worst.abs_diff.low > inside.abs_diff.high):
+        return None
+    return Cause(
+        name="resume boundary",
+        confidence=beyond(ratio, 2),
+        because=f"mean |d| is {worst.abs_diff.value:.2g} at {worst.label} tokens after a resume and {inside.abs_diff.value:.2g}"
+        " away from it",
+        advice="The resumed call saw another context or other weights than the trainer scores: check the resume prompt, the kept"
+        " KV cache and the segment's version.",
+    )
+
+
+def _beside_usual(pairs: TokenPairs) -> tuple[FloatArray, FloatArray]:
+    """``(n,)`` |d| of each token (0 where not finite), and the mean of all tokens with about its rollout logprob.
+
+    Some prompts are harder than others, and their tokens less certain: only what is beside that is of a replica, or of a version.
+    """
+    size = abs_diff(pairs)
+    finite = np.isfinite(size)
+    size = np.nan_to_num(size)
+    edges = np.unique(np.quantile(pairs.rollout[finite], np.linspace(0, 1, 21))) if finite.any() else np.zeros(1)
+    place = np.clip(np.searchsorted(edges, pairs.rollout, side="right") - 1, 0, max(len(edges) - 2, 0))
+    count = np.bincount(place[finite], minlength=len(edges))
+    mean = np.bincount(place[finite], weights=size[finite], minlength=len(edges)) / np.maximum(count, 1)
+    return size, np.where(finite, mean[place], 0.0)
+
+
+def replica(scene: Scene) -> Cause | None:
+    """One replica whose sequences differ more than the others', beside what tokens of their logprobs do."""
+    pairs = scene.pairs
+    if "replica" not in pairs.sides or not scene.signs.tokens:
+        return None
+    size, usual = _beside_usual(pairs)
+    means = np.add.reduceat(size, pairs.starts) / np.maximum(np.add.reduceat(usual, pairs.starts), 1e-300)
+    owner = pairs.sides["replica"][pairs.starts]
+    told = known(owner)
+    means, owner = means[told], owner[told]
+    names = np.unique(owner)
+    if len(names) < 2:
+        return None
+    typical = {name: float(np.median(means[owner == name])) for name in names}
+    worst = max(typical, key=lambda name: typical[name])
+    own, others = means[owner == worst], means[owner != worst]
+    if min(len(own), len(others)) < 5 or float(size.sum()) < _ROUNDING * len(size):
+        return None
+    # ranks, not means: one heavy token must not accuse a replica
+    chance = float(stats.mannwhitneyu(own, others, alternative="greater").pvalue) * len(names)
+    ratio = typical[worst] / max(float(np.median(others)), 1e-300)
+    if chance > 1e-3 or ratio < 1.3:
+        return None
+    return Cause(
+        name="stale replica",
+        confidence=1 - max(0.01, chance),
+        because=f"sequences of replica {worst} have {typical[worst]:.2g} times the usual |d| of tokens of their logprobs, on the median,"
+        f" {ratio:.1f} times what the others have (rank test, p = {chance:.1g})",
+        advice="That replica missed a weight update, or runs another configuration: compare its weights' checksum with the others'.",
+    )
+
+
+def lag(scene: Scene) -> Cause | None:
+    """A |d| that rises with the age of the weights, beside what tokens of such logprobs have."""
+    row = scene.buckets.get("staleness", ())
+    age = staleness(scene.pairs)
+    if len(row) < 2 or age is None:
+        return None
+    codes, labels = bucket_codes(age)
+    size, usual = _beside_usual(scene.pairs)
+    owner, count = scene.pairs.owner, scene.pairs.n_sequences
+    found = []
+    for code in range(len(labels)):
+        own = codes == code
+        sums = [np.bincount(owner[own], weights=column[own], minlength=count) for column in (size, usual)]
+        found.append(Resampler(np.stack(sums, axis=1)[np.bincount(owner[own], minlength=count) > 0], resamples=200).ratio(0, 1))
+    fresh, oldest = found[0], found[-1]
+    if float(size.sum()) < _ROUNDING * len(size):
+        return None
+    means = [interval.value for interval in found]
+    rising = np.corrcoef(np.arange(len(means)), means)[0, 1] if np.ptp(means) > 0 else 0.0
+    if not (oldest.low > fresh.high and rising > 0.7):
+        return None
+    return Cause(
+        name="staleness",
+        confidence=beyond(oldest.value / max(fresh.value, 1e-12), 1),
+        because=f"mean |d| rises from {row[0].abs_diff.value:.2g} at {labels[0]} versions of age to {row[-1].abs_diff.value:.2g}"
+        f" at {labels[-1]}: from {fresh.value:.2g} to {oldest.value:.2g} times what tokens of such logprobs have",
+        advice="Score each token under the weights that sampled it to see the engine mismatch alone; what rises with age is the"
+        " policy's own change.",
+    )
