@@ -17,7 +17,7 @@ from rollproof.fakes.kv import KeySpan, Kv, as_spans, clipped, key_of
 from rollproof.records import EngineOutput, FinishReason, IntArray, Span, Version
 from rollproof.trace import Reply
 
-__all__ = ["EngineCall", "Wire", "broken_off", "empty_abort", "filler_rows", "handed", "reply_to"]
+__all__ = ["AT_HAND", "EngineCall", "Wire", "broken_off", "empty_abort", "filler_rows", "handed", "reply_to"]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +40,23 @@ class Wire:
         """Whether a reply that is sent now arrives whole."""
         return self.delivered and not (self.left is not None and self.left())
 
+    def send(self, call_id: int) -> bool:
+        """Send the reply of a call off; whether it arrives whole, as far as can be told by now."""
+        if self.stream is not None and self.open:
+            self.sent = call_id
+        return self.open
+
+
+AT_HAND = Wire()
+"""Nothing lies between: a call within the program."""
+
 
 @dataclass(slots=True, eq=False)
 class EngineCall:
     """A call in flight. ``ids`` are prompt and sampled tokens, ``limit`` the length at which it ends.
+
+    ``ahead`` are tokens that were drawn from ``state`` under ``ahead_key``, of which the first ``used`` are sampled; ``after`` is the
+    state after all of them.
 
     ``key`` codes the next decode step; it is valid while ``decoding``. ``keys`` and ``labels`` are marks: from this
     many tokens on, tokens are sampled under this key, shown under this label. ``kept`` are rows that outlive their KV.
@@ -64,6 +77,7 @@ class EngineCall:
     want_logprobs: bool
     future: asyncio.Future[Reply]
     state: State
+    after: State
     kv: Kv = field(default_factory=Kv)
     key: Version = None
     decoding: bool = False
@@ -81,7 +95,10 @@ class EngineCall:
     lost_after: int | None = None
     late_by: int = 0
     duplicated: bool = False
-    wire: Wire = field(default_factory=Wire)
+    ahead: list[int] = field(default_factory=list)
+    ahead_key: Version = None
+    used: int = 0
+    wire: Wire = AT_HAND
     heard: Callable[[EngineCall], None] | None = None
 
     @property
@@ -135,6 +152,7 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
     logprobs = None
     if call.want_logprobs and (count or flavour.empty_logprobs):
         logprobs = policy.logprobs_spans([(one.start, one.stop, one.key) for one in keys], call.ids, start, stop)
+        logprobs.flags.writeable = call.wire is AT_HAND  # what nobody writes to, a trace need not copy
     output = EngineOutput(
         token_ids=tuple(call.ids[start:]),
         logprobs=logprobs,
@@ -203,7 +221,7 @@ def _routes(call: EngineCall, rows: list[KeySpan], policy: CodedPolicy, flavour:
     routes = np.ascontiguousarray(routes, dtype=flavour.dtype(policy.num_experts))
     if flavour.rows is Rows.ALL:
         routes = np.concatenate([routes, filler_rows(flavour.final_row, 1, routes)])
-    routes.flags.writeable = flavour.writable
+    routes.flags.writeable = flavour.writable and call.wire is AT_HAND
     return routes
 
 
@@ -221,11 +239,15 @@ def filler_rows(filler: Filler | None, count: int, like: IntArray) -> IntArray:
 
 def _stretches(marks: list[tuple[int, Version]], count: int) -> list[tuple[int, int, Version]]:
     """Marks as stretches ``(from, to, value)`` over ``count`` tokens; of two marks at one place the later counts."""
+    if len(marks) == 1 and marks[0][0] < count:
+        return [(marks[0][0], count, marks[0][1])]
     ends = [*marks, (count, None)]
     return [(low, min(high, count), value) for (low, value), (high, _) in pairwise(ends) if low < min(high, count)]
 
 
 def _joined(stretches: list[tuple[int, int, Version]]) -> list[tuple[int, int, Version]]:
+    if len(stretches) < 2:
+        return stretches
     out: list[tuple[int, int, Version]] = []
     for low, high, value in stretches:
         if out and out[-1][2] == value:

@@ -171,6 +171,29 @@ class CodedPolicy:
         token = (z & 0xFFFFFFFF) % (self.vocab - 1)
         return token + (token >= self.eos_id)
 
+    def draw(self, version: Version, state: State, count: int) -> tuple[list[int], State]:
+        """The next ``count`` tokens, and the state after them: ``next_token`` and ``extend`` in turn, in half the time."""
+        key = (self._keys.get(version) or self._keys_of(version))[0]
+        rest, eos_id, eos_every = self.vocab - 1, self.eos_id, self.eos_every
+        total, position = state
+        tokens = []
+        for _ in range(count):
+            z = (total + key) & _MASK
+            z = (z ^ z >> 32) * _F1 & _MASK
+            z = (z ^ z >> 29) * _F2 & _MASK
+            z ^= z >> 32
+            if eos_every is not None and (z >> 32) % eos_every == 0:
+                token = eos_id
+            else:
+                token = (z & 0xFFFFFFFF) % rest
+                token += token >= eos_id
+            tokens.append(token)
+            position += 1
+            z = (token + position * _STEP) & _MASK
+            z = (z ^ z >> 31) * _MIX & _MASK
+            total = (total + (z ^ z >> 33)) & _MASK
+        return tokens, (total, position)
+
     def choices(self, version: Version, ids: Sequence[int], start: int = 0) -> npt.NDArray[np.int64]:
         """``next_token`` after each ``ids[:i]`` for ``i >= start``, at once: ``(len(ids) - start,)``."""
         before = np.concatenate([np.zeros(1, dtype=np.uint64), _prefix_hashes(ids)])[start : len(ids)]
@@ -239,6 +262,9 @@ class CodedPolicy:
             raise UsageError(f"Positions {start} to {stop} do not lie in a sequence of {len(ids)} tokens.")
         # an engine asks for all tokens and then for all rows, one fewer: the hashes of the longer are those of the shorter
         prefix = _prefix_hashes(ids if len(ids) <= stop + 1 else ids[:stop])[start:stop]
+        spans = list(spans)
+        if len(spans) == 1 and spans[0][0] <= start and stop <= spans[0][1]:
+            return _finish(prefix + np.uint64(self._keys_of(spans[0][2])[what]))
         keys = np.zeros(stop - start, dtype=np.uint64)
         covered = 0
         for low, high, version in spans:

@@ -15,7 +15,7 @@ from typing import Any
 from rollproof.case import EngineOptions
 from rollproof.engine_terms import Refusal
 from rollproof.fakes.batching import Batch, EngineHooks
-from rollproof.fakes.calls import EngineCall, Wire, broken_off, empty_abort, handed
+from rollproof.fakes.calls import AT_HAND, EngineCall, Wire, broken_off, empty_abort, handed
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.failures import BadCall, EnginePaused, ReplyLost, ServerDied, TransferFailed
 from rollproof.fakes.flavours import Flavour, PausedCalls
@@ -291,7 +291,7 @@ class FakeEngine:
         return empty_abort(call.call_id, self.flavour, self.label, want_logprobs=call.want_logprobs)
 
     def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
-        length = len(call.prompt_ids)
+        length, state = len(call.prompt_ids), self.policy.start_state(call.prompt_ids)
         queued = EngineCall(
             call_id=call.call_id,
             request_id=call.request_id,
@@ -304,7 +304,8 @@ class FakeEngine:
             want_routes=call.want_routes,
             want_logprobs=call.want_logprobs,
             future=asyncio.get_running_loop().create_future(),
-            state=self.policy.start_state(call.prompt_ids),
+            state=state,
+            after=state,
             watched=self._hooks.watches(call.request_id),
         )
         self._batch.add(queued)
@@ -329,12 +330,10 @@ class FakeEngine:
             raise ReplyLost(f"The connection to {self.server_id} broke before the reply arrived.")
         if not call.wire.delivered:
             self._recorder.record(Fault(what="lost-reply", server_id=self.server_id, call_id=call.call_id))
-        delivered = call.wire.open
-        self._deliver(reply, delivered=delivered)
-        call.wire.sent = call.call_id if delivered else None
+        self._deliver(reply, delivered=call.wire.send(call.call_id))
         if call.duplicated:
             self._deliver(reply, delivered=False, duplicate=True)
-        return handed(reply.output)
+        return handed(reply.output) if call.wire is AT_HAND else reply.output
 
     def _deliver(self, reply: Reply, *, delivered: bool = True, duplicate: bool = False) -> None:
         fresh = reply.index < 0 and reply.delivered is delivered and reply.duplicate is duplicate

@@ -63,7 +63,8 @@ class Schedule(EngineHooks):
     def rejects(self, request_id: str) -> bool:
         """Whether this call is to be turned away; asked once a call."""
         left = self._rejects.get(request_id, 0)
-        self._rejects[request_id] = max(0, left - 1)
+        if left:
+            self._rejects[request_id] = left - 1
         return left > 0
 
     def watches(self, request_id: str) -> bool:

@@ -43,6 +43,8 @@ def label_of(key: Version) -> Version:
 
 def clipped(spans: Sequence[KeySpan], start: int, stop: int) -> list[KeySpan]:
     """The parts of ``spans`` that lie in ``start`` to ``stop``."""
+    if len(spans) == 1 and start <= spans[0].start < spans[0].stop <= stop:
+        return [spans[0]]
     out = []
     for span in spans:
         low, high = max(span.start, start), min(span.stop, stop)

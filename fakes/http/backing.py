@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from random import getrandbits
 from typing import TYPE_CHECKING, Any
 
 from rollproof.case import EngineOptions, Model
@@ -216,7 +216,7 @@ class Backing:
 
     def new_id(self) -> str:
         """The handle of a call that its client gave none: random, as servers draw it."""
-        return uuid.uuid4().hex
+        return f"{getrandbits(128):032x}"
 
     async def load(self, name: str | None, label: Version, *, flush: bool) -> None:
         """Take the weights ``name`` under ``label`` (``None``: the label stays as it was), and drop shared KV where ``flush`` says so.

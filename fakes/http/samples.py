@@ -104,6 +104,12 @@ class Attributing(Schedule):
         self._together = _Together(self, recorder, options)
         self._doing: set[asyncio.Task[None]] = set()
 
+    def queued(self, call: EngineCall) -> bool:
+        """As a schedule, without keeping each request's last call: a server has no end of requests."""
+        queued = super().queued(call)
+        del self.latest[call.request_id]
+        return queued
+
     def _perform(self, action: Action, call: EngineCall) -> None:
         deed = perform(Shot(cast("Any", self._together), action, call))
         if deed is not None:

@@ -73,7 +73,7 @@ class _ContextOffByOne(FakeEngine):
     def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
         queued = super()._enqueue(call, rid)
         if len(call.prompt_ids) > 3:
-            queued.state = self.policy.start_state(call.prompt_ids[:-1])
+            queued.state = queued.after = self.policy.start_state(call.prompt_ids[:-1])
         return queued
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -50,7 +49,8 @@ class TraceWriter:
         self._rows = Rows()
         self._file = open_file(self.path, mode)
         try:
-            self._state = self._prepare()
+            state = self._prepare()
+            self._batches, self._episode, self._events = state.batches, state.episode, state.events
             self._begin(header)
         except BaseException:
             self._file.close()
@@ -59,25 +59,26 @@ class TraceWriter:
     @property
     def episodes(self) -> int:
         """Episodes in the file, the current one included."""
-        return self._state.episode + 1
+        return self._episode + 1
 
     @property
     def events(self) -> int:
         """Events of the current episode."""
-        return self._state.events
+        return self._events
 
     def start(self, header: Header) -> None:
         """Begin a new episode. Raises ``TraceError`` for a header that cannot be stored."""
         self._ready()
-        self._rows.add_header(self._state.episode + 1, header)
-        self._state = replace(self._state, episode=self._state.episode + 1, events=0)
+        self._rows.add_header(self._episode + 1, header)
+        self._episode, self._events = self._episode + 1, 0
 
     def append(self, event: Event) -> None:
         """Take one event of the current episode. Raises ``TraceError`` for one that cannot be stored; the file stays whole."""
         self._ready()
-        self._rows.add_event(self._state.episode, event)
-        self._state = replace(self._state, events=self._state.events + 1)
-        if self._rows.size >= self._limits[0] or len(self._rows) >= self._limits[1]:
+        rows = self._rows
+        rows.add_event(self._episode, event)
+        self._events += 1
+        if rows.size >= self._limits[0] or len(rows) >= self._limits[1]:
             self.flush()
 
     def write(self, trace: Trace) -> None:
@@ -91,10 +92,10 @@ class TraceWriter:
         self._ready()
         if not len(self._rows):
             return
-        self._state = replace(self._state, batches=self._state.batches + 1)
+        self._batches += 1
         frame = memoryview(self._rows.batch().serialize())
         seal = Rows()
-        seal.add_seal(self._state.seal(frame))
+        seal.add_seal(State(self._batches, self._episode, self._events).seal(frame))
         self._rows = Rows()
         self._put(frame, memoryview(seal.batch().serialize()))
 
@@ -130,7 +131,7 @@ class TraceWriter:
         if header is not None:
             self.start(header)
             self.flush()
-        elif self._state.episode < 0:
+        elif self._episode < 0:
             raise UsageError(f"{self.path} holds no episode to go on with: give a header.")
 
     def _ready(self) -> None:

@@ -7,16 +7,18 @@ Bytes of arrays are little-endian, C order; on reading they are views of the bat
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from rollproof.errors import TraceError
+from rollproof.store.arrays import DTYPES, AnyArray, as_array, name_of
 from rollproof.store.values import parse_json, show
-from rollproof.store.wire import DTYPES, AnyArray, as_array, decode_event, decode_header, encode_event, encode_header, name_of
+from rollproof.store.wire import decode_event, decode_header, encode_event, encode_header
 from rollproof.trace import Event, Header
 
 if TYPE_CHECKING:
@@ -54,22 +56,27 @@ def schema() -> pa.Schema:
 
 
 class _Aside:
-    """The ``Parts`` of a row that is being written: what goes into its columns."""
+    """The ``Parts`` of a row that is being written: what goes into its columns, ``size`` bytes."""
+
+    __slots__ = ("arrays", "lists", "size")
 
     def __init__(self) -> None:
         self.lists: list[tuple[int, ...]] = []
         self.arrays: list[AnyArray] = []
+        self.size: int = 0
 
     def put_array(self, array: AnyArray) -> Any:
         """Keep a copy: what a stack later does to its buffer does not reach the trace. What nobody may write to is kept as it is."""
-        kind = DTYPES[name_of(array.dtype)]
-        whole = array.dtype == kind and array.flags.c_contiguous and not array.flags.writeable and array.base is None
+        kind, flags = DTYPES[name_of(array.dtype)], array.flags
+        whole = not flags.writeable and array.base is None and flags.c_contiguous and array.dtype == kind
         self.arrays.append(array if whole else np.array(array, dtype=kind, order="C"))
+        self.size += array.nbytes
         return {"$array": len(self.arrays) - 1}
 
     def put_integers(self, values: tuple[int, ...]) -> Any:
         """Keep the integers."""
         self.lists.append(values)
+        self.size += 8 * len(values)
         return {"$integers": len(self.lists) - 1}
 
     def array(self, wire: Any) -> AnyArray:
@@ -80,18 +87,13 @@ class _Aside:
         """A row that is being written is not read."""
         raise NotImplementedError("this side of the codec only writes")
 
-    @property
-    def size(self) -> int:
-        """Bytes in the columns."""
-        return sum(array.nbytes for array in self.arrays) + 8 * sum(map(len, self.lists))
-
 
 class Rows:
     """Rows that wait to be written. ``size`` is about their bytes."""
 
     def __init__(self) -> None:
         self.size: int = 0
-        self._heads: list[tuple[int, str, int, float, str]] = []
+        self._heads: list[tuple[int, str, int, float, bytes]] = []
         self._asides: list[_Aside] = []
 
     def __len__(self) -> int:
@@ -113,7 +115,7 @@ class Rows:
 
     def add_seal(self, body: str) -> None:
         """The row of a seal."""
-        self._add((-1, SEAL, -1, 0.0, body), _Aside())
+        self._add((-1, SEAL, -1, 0.0, body.encode()), _Aside())
 
     def batch(self) -> pa.RecordBatch:
         """The rows as one Arrow batch."""
@@ -131,19 +133,32 @@ class Rows:
             pa.array(kinds, pa.string()),
             pa.array(indexes, pa.int64()),
             pa.array(times, pa.float64()),
-            pa.array(bodies, pa.string()),
+            pa.StringArray.from_buffers(len(bodies), pa.py_buffer(_ends(bodies, np.int32)), pa.py_buffer(b"".join(bodies))),
             _lists((len(aside.lists) for aside in self._asides), inner, integers),
             _lists((len(aside.arrays) for aside in self._asides), _structs(arrays, array), of("arrays").type),
         ]
         return pa.record_batch(columns, schema=schema())
 
-    def _add(self, head: tuple[int, str, int, float, str], aside: _Aside) -> None:
+    def _add(self, head: tuple[int, str, int, float, bytes], aside: _Aside) -> None:
         self._heads.append(head)
         self._asides.append(aside)
         self.size += len(head[4]) + aside.size + 64
 
 
-_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_SLOW = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def _json(wire: Any) -> bytes:
+    """Compact JSON. Numbers that it cannot spell are objects by now (``rollproof.store.values``)."""
+    try:
+        return orjson.dumps(wire)
+    except TypeError:  # nested more deeply than orjson goes
+        return _SLOW.encode(wire).encode()
+
+
+def _ends(parts: Sequence[bytes], kind: type[np.integer[Any]]) -> bytes:
+    """Where each part begins and the last one ends, when they are joined."""
+    return np.cumsum([0, *map(len, parts)], dtype=kind).tobytes()
 
 
 def _lists(lengths: Iterable[int], values: Any, kind: Any) -> Any:

@@ -20,9 +20,10 @@ import numpy as np
 
 from rollproof.errors import TraceError, TraceVersionError, UsageError
 from rollproof.files import is_special, target_of
+from rollproof.store.arrays import DTYPES, AnyArray, as_array, name_of
 from rollproof.store.stream import FORMAT, Ending, made_by
 from rollproof.store.values import parse_json, show
-from rollproof.store.wire import DTYPES, AnyArray, as_array, decode_event, decode_header, encode_event, encode_header, name_of, newer_schema
+from rollproof.store.wire import decode_event, decode_header, encode_event, encode_header, newer_schema
 from rollproof.trace import SCHEMA, Event, Header, Trace
 
 __all__ = ["MAX_BYTES", "JsonTrace", "dump_trace", "event_of", "load_trace", "wire_of"]

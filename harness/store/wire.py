@@ -8,43 +8,31 @@ against the type of its field, and what does not fit raises ``TraceError`` with 
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, Protocol, TypeAlias, Union, get_args, get_origin, get_type_hints
+from operator import attrgetter
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
-import numpy.typing as npt
 
 from rollproof import records
 from rollproof.errors import RollproofError, TraceError, TraceVersionError
+from rollproof.store.arrays import DTYPES, AnyArray, name_of
 from rollproof.store.values import SCALARS, Misfit, key_of, plain, read_key, read_plain, read_scalar, show, write_scalar
 from rollproof.trace import EVENT_KINDS, SCHEMA, Event, Header
 
 __all__ = [
-    "DTYPES",
-    "AnyArray",
     "Parts",
-    "as_array",
     "decode_event",
     "decode_header",
     "encode_event",
     "encode_header",
     "misfit_of",
-    "name_of",
     "newer_schema",
 ]
-
-AnyArray: TypeAlias = "npt.NDArray[Any]"
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    name: np.dtype(name).newbyteorder("<") for name in ("bool", *_INTEGERS, "float16", "float32", "float64")
-}
-"""The element types that a trace can hold, by name, as they are stored. There is no ``object``."""
-_MAX_RANK = 8
 
 
 class Parts(Protocol):
@@ -121,28 +109,6 @@ def newer_schema(schema: object, made_by: object = None) -> str:
     )
 
 
-@cache
-def name_of(dtype: np.dtype[Any]) -> str:
-    """The name of an element type, of either byte order."""
-    return dtype.name
-
-
-def as_array(data: Any, dtype: np.dtype[Any], shape: Any, start: int = 0, size: int | None = None) -> AnyArray:
-    """A read-only view of ``size`` bytes of a buffer as an array of ``shape``, a list of lengths. Raises ``TraceError``."""
-    size = len(data) - start if size is None else size
-    if not isinstance(shape, list) or len(shape) > _MAX_RANK or any(type(n) is not int or n < 0 for n in shape):
-        raise TraceError(f"The shape of an array must be at most {_MAX_RANK} lengths >= 0, not {show(shape)}.")
-    if math.prod(shape) * dtype.itemsize != size:
-        raise TraceError(f"An array of {dtype.name} claims {show(math.prod(shape))} elements by its shape, and has {size} bytes.")
-    flat: AnyArray = np.frombuffer(data, dtype, size // dtype.itemsize, start) if size else np.zeros(0, dtype)
-    try:
-        array = flat.reshape(shape)
-    except (ValueError, OverflowError) as error:
-        raise TraceError(f"An empty array claims impossible lengths: {show(str(error))}.") from None
-    array.flags.writeable = False
-    return array
-
-
 class _Nowhere:
     """The ``Parts`` of a record that is only looked at."""
 
@@ -166,10 +132,14 @@ _NOWHERE = _Nowhere()
 
 @dataclass(frozen=True, slots=True)
 class _Codec:
-    """How values of one type are written and read. Both raise ``Misfit``."""
+    """How values of one type are written and read. Both raise ``Misfit``.
+
+    ``quick`` are types whose values nearly always stand in the JSON as they are: text that is ASCII, integers that are not huge.
+    """
 
     encode: Callable[[Any, Parts], Any]
     decode: Callable[[Any, Parts], Any]
+    quick: frozenset[Any] = frozenset()
 
 
 def _write(record: Any, parts: Parts, what: str) -> dict[str, Any]:
@@ -224,16 +194,29 @@ _MAPPINGS = (Mapping, dict)
 def _record(cls: type[Any]) -> _Codec:
     hints = get_type_hints(cls, localns=_aliases())
     specs = [(field.name, _codec(hints[field.name]), _default(field)) for field in fields(cls)]
-    known = {name for name, _, _ in specs}
+    known = [name for name, _, _ in specs]
+    plan = [(name, codec.encode, codec.quick, default, type(default)) for name, codec, default in specs]
+    values_of = attrgetter(*known, next(iter(known)))  # of one name alone it would give no tuple
 
     def encode(value: Any, parts: Parts) -> Any:
         if type(value) is not cls:
             raise Misfit(f"must be a {cls.__name__}, not {show(value)}")
         out = {}
-        for name, codec, default in specs:
-            item = getattr(value, name)
-            if item is not default and (type(item) is not type(default) or item != default):
-                out[name] = _step(codec.encode, item, parts, name)
+        name = ""
+        try:
+            for item, (name, write, quick, default, absent) in zip(values_of(value), plan, strict=False):
+                if item is default:
+                    continue
+                kind = type(item)
+                if kind is absent and item == default:
+                    continue
+                # a served call is three events of twenty scalars: looking closer at each would cost as much as sampling it
+                if kind in quick and (item.isascii() if kind is str else kind is not int or -_SMALL < item < _SMALL):
+                    out[name] = item
+                else:
+                    out[name] = write(item, parts)
+        except Misfit as misfit:
+            raise misfit.within(name) from None
         return out
 
     def decode(wire: Any, parts: Parts) -> Any:
@@ -245,9 +228,10 @@ def _record(cls: type[Any]) -> _Codec:
                 values[name] = _step(codec.decode, wire[name], parts, name)
             elif default is MISSING:
                 raise Misfit(f"{cls.__name__} lacks {name!r}")
-        if not wire.keys() <= known:
+        strange = wire.keys() - set(known)
+        if strange:
             raise TraceVersionError(
-                f"{cls.__name__} has the fields {[show(name) for name in sorted(wire.keys() - known)][:9]} here, which this rollproof does "
+                f"{cls.__name__} has the fields {[show(name) for name in sorted(strange)][:9]} here, which this rollproof does "
                 f"not know; it knows {sorted(known)}. A newer rollproof wrote them (upgrade to read it), or they are misspelt."
             )
         try:
@@ -281,15 +265,7 @@ _SMALL = 1 << 62
 
 
 def _scalar(allowed: frozenset[Any]) -> _Codec:
-    integers, texts = int in allowed, str in allowed
-
-    def encode(value: Any, _: Parts) -> Any:
-        kind = type(value)  # nearly every scalar of a trace is one of these two, and needs no closer look
-        if (kind is int and integers and -_SMALL < value < _SMALL) or (kind is str and texts and value.isascii()):
-            return value
-        return write_scalar(value, allowed)
-
-    return _Codec(encode, lambda wire, _: read_scalar(wire, allowed))
+    return _Codec(lambda value, _: write_scalar(value, allowed), lambda wire, _: read_scalar(wire, allowed), allowed - {float})
 
 
 def _enum(cls: type[Enum]) -> _Codec:
@@ -354,7 +330,10 @@ def _tuple(item: Any) -> _Codec:
             raise Misfit(f"must be a tuple, not {show(value)}")
         if integers and value and set(map(type, value)) == {int} and min(value) >= -(2**63) and max(value) < 2**63:
             return parts.put_integers(value)
-        return [_step(inner.encode, one, parts, f"[{i}]") for i, one in enumerate(value)]
+        try:
+            return [inner.encode(one, parts) for one in value]
+        except Misfit:
+            return [_step(inner.encode, one, parts, f"[{i}]") for i, one in enumerate(value)]  # which says where
 
     def decode(wire: Any, parts: Parts) -> Any:
         found = parts.integers(wire) if integers else None
@@ -389,7 +368,10 @@ def _mapping(key: Any, item: Any) -> _Codec:
     def encode(value: Any, parts: Parts) -> Any:
         if not isinstance(value, Mapping) or not all(isinstance(one, key) and type(one) is not bool for one in value):
             raise Misfit(f"must be a mapping with keys of {key.__name__}, not {show(value)}")
-        return {key_of(one): _step(inner.encode, held, parts, f"[{one}]") for one, held in value.items()}
+        try:
+            return {key_of(one): inner.encode(held, parts) for one, held in value.items()}
+        except Misfit:
+            return {key_of(one): _step(inner.encode, held, parts, f"[{one}]") for one, held in value.items()}
 
     def decode(wire: Any, parts: Parts) -> Any:
         if not isinstance(wire, dict):

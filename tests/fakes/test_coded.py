@@ -62,6 +62,7 @@ def test_incremental_equals_vectorised(prompt: list[int], count: int, version: i
         state = coded.extend(state, token)
         ids.append(token)
     assert coded.start_state(ids) == state
+    assert coded.draw(version, coded.start_state(prompt), count) == (ids[len(prompt) :], state)
     assert coded.choices(version, ids, len(prompt)).tolist() == ids[len(prompt) :]
     assert all(0 <= token < coded.vocab for token in ids[len(prompt) :])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,8 +16,11 @@ import pytest
 
 from rollproof.case import EngineOptions, Model
 from rollproof.errors import UsageError
+from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.http.backing import Backing, ServeOptions
+from rollproof.fakes.http.line import Line
 from rollproof.fakes.http.serving import bound_socket, serving
+from rollproof.fakes.http.sglang import sglang_app
 from rollproof.judge import judge
 from rollproof.store import TraceWriter, open_trace
 from rollproof.trace import Abort, Call, Pause, Reply, Resume, Trace, Weights
@@ -162,6 +166,24 @@ def test_a_client_that_vanishes_from_a_stream_ends_its_call() -> None:
         await until(lambda: not backing.engine.in_flight)
 
     talk(ask)
+
+
+def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
+    """It may run for days: neither the calls nor what is counted of them stay, aborted ones and streams neither."""
+
+    async def ask() -> tuple[int, int]:
+        backing = Backing(ServeOptions(flavour="sglang"), keep=False)
+        line = Line(sglang_app(backing))
+        for number in range(20):
+            body = {"input_ids": [5, 6, number], "rid": f"r{number}", "stream": number % 2 == 0, "sampling_params": {"max_new_tokens": 3}}
+            await line.ask("POST", "/generate", body)
+        gc.collect()
+        assert backing.hooks is not None
+        return sum(isinstance(one, EngineCall | Reply) for one in gc.get_objects()), len(backing.hooks.latest) + len(backing.hooks._rejects)
+
+    held, counted = asyncio.run(ask())
+    assert held <= 2  # the last call's, of which its future is not collected yet
+    assert 0 == counted
 
 
 @pytest.mark.parametrize(

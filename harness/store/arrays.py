@@ -1,0 +1,46 @@
+"""Arrays: the element types that a trace can hold, and bytes of a trace as arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.errors import TraceError
+from rollproof.store.values import show
+
+__all__ = ["DTYPES", "AnyArray", "as_array", "name_of"]
+
+AnyArray: TypeAlias = "npt.NDArray[Any]"
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    name: np.dtype(name).newbyteorder("<") for name in ("bool", *_INTEGERS, "float16", "float32", "float64")
+}
+"""The element types that a trace can hold, by name, as they are stored. There is no ``object``."""
+_MAX_RANK = 8
+
+
+@cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """The name of an element type, of either byte order."""
+    return dtype.name
+
+
+def as_array(data: Any, dtype: np.dtype[Any], shape: Any, start: int = 0, size: int | None = None) -> AnyArray:
+    """A read-only view of ``size`` bytes of a buffer as an array of ``shape``, a list of lengths. Raises ``TraceError``."""
+    size = len(data) - start if size is None else size
+    if not isinstance(shape, list) or len(shape) > _MAX_RANK or any(type(n) is not int or n < 0 for n in shape):
+        raise TraceError(f"The shape of an array must be at most {_MAX_RANK} lengths >= 0, not {show(shape)}.")
+    if math.prod(shape) * dtype.itemsize != size:
+        raise TraceError(f"An array of {dtype.name} claims {show(math.prod(shape))} elements by its shape, and has {size} bytes.")
+    flat: AnyArray = np.frombuffer(data, dtype, size // dtype.itemsize, start) if size else np.zeros(0, dtype)
+    try:
+        array = flat.reshape(shape)
+    except (ValueError, OverflowError) as error:
+        raise TraceError(f"An empty array claims impossible lengths: {show(str(error))}.") from None
+    array.flags.writeable = False
+    return array
