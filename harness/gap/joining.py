@@ -22,7 +22,7 @@ from rollproof.records import Rollout, Version, spread
 from rollproof.store import open_trace
 from rollproof.trace import Call, Event, Reply, Result, Score
 
-__all__ = ["Sample", "join_trace", "rollout_columns", "samples_of"]
+__all__ = ["Sample", "current_columns", "join_trace", "rollout_columns", "samples_of"]
 
 _SCORES = "score:"
 
@@ -162,9 +162,18 @@ def _scored(samples: Mapping[str, Sample], trainer: str) -> dict[str, Any]:
     out: dict[str, Any] = {"trainer_logprob": np.concatenate([_own_score(name, sample) for name, sample in samples.items()])}
     if len(common) > 1:
         out["by_version"] = {version: np.concatenate([sample.scores[version] for sample in samples.values()]) for version in common}
+        out |= current_columns(out["by_version"])
     elif len(common) == 1 and isinstance(common[0], int):
         out["current_version"] = np.full(len(out["trainer_logprob"]), common[0])
     return out
+
+
+def current_columns(by_version: Mapping[Version, FloatArray]) -> dict[str, Any]:
+    """The scores under the newest of several versions as those of the current weights, where versions are numbers."""
+    if not all(isinstance(version, int) and not isinstance(version, bool) for version in by_version):
+        return {}
+    newest = max(by_version, key=lambda version: int(str(version)))
+    return {"current_logprob": by_version[newest], "current_version": np.full(len(by_version[newest]), newest)}
 
 
 def _own_score(name: str, sample: Sample) -> FloatArray:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollproof.errors import UsageError
 from rollproof.gap.buckets import bucketed, staleness
+from rollproof.gap.decomposition import decompose
 from rollproof.gap.diagnosis import diagnose
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, limits_named
@@ -62,6 +63,7 @@ def measure_pairs(pairs: TokenPairs, *, limits: Limits, subject: str = "gap", re
         buckets=buckets,
         notes=tuple(_notes(pairs, panel, limits)),
         pairs=pairs,
+        decomposition=decompose(pairs, resamples=resamples, seed=seed),
     )
 
 

@@ -13,6 +13,7 @@ from rollproof.errors import ConformanceError, UsageError
 from rollproof.gap.buckets import Bucket
 from rollproof.gap.causes import Cause
 from rollproof.gap.comparison import Comparison
+from rollproof.gap.decomposition import Decomposition
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import GapVerdict, Limit, Limits, Side
 from rollproof.gap.localisation import Localisation
@@ -32,6 +33,7 @@ FEW_SEQUENCES = 16
 class GapReport:
     """A panel, its limits, and what follows. ``verdicts`` has an entry for each metric with a limit that could be measured.
 
+    ``decomposition`` tells the engine's mismatch from the policy's change where tokens have a ``current_logprob``.
     ``pairs`` are the tokens themselves, for pictures of them: keep a report only as long as you would keep those.
     """
 
@@ -43,6 +45,7 @@ class GapReport:
     buckets: Mapping[str, tuple[Bucket, ...]]
     notes: tuple[str, ...]
     pairs: TokenPairs
+    decomposition: Decomposition | None = None
 
     @property
     def verdict(self) -> GapVerdict:
@@ -95,6 +98,7 @@ class GapReport:
             "diagnosis": [cause.to_dict() for cause in self.causes],
             "buckets": {name: [bucket.to_dict() for bucket in row] for name, row in self.buckets.items()},
             "aliases": {name: _number(value) for name, value in self.aliased().items()},
+            "decomposition": [] if self.decomposition is None else self.decomposition.to_dict(),
             "worst": [dict(token) for token in self.panel.worst],
             "per_layer": [] if self.panel.agreement is None else self.panel.agreement.per_layer.tolist(),
             "notes": list(self.notes),
@@ -166,6 +170,8 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
         yield style, _wrapped(f"  diagnosis: {cause.name} (confidence {cause.confidence:.2f}): {cause.because}", " " * 13)
         if cause.advice:
             yield Style.PLAIN, _wrapped(f"{' ' * 13}{cause.advice}", " " * 13)
+    if report.decomposition is not None:
+        yield from _parts_told(report.decomposition)
     if panel.worst:
         token = panel.worst[0]
         yield Style.PLAIN, _wrapped("  worst token: " + ", ".join(f"{key} {_short(value)}" for key, value in token.items()), " " * 15)
@@ -178,6 +184,20 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
         else ""
     )
     yield style, f"  {word}{more}"
+
+
+def _parts_told(found: Decomposition) -> Iterator[Line]:
+    """Mean |d| to the current weights, of all tokens and of each age, in its two parts."""
+    yield (
+        Style.FAINT,
+        _PARTS.format("age of the weights", "tokens", "mean |d| to current", "engine's part", "policy's part", "engine's share").rstrip(),
+    )
+    for row in found.rows:
+        sizes = [f"{part['abs_diff_mean'].value:.3g}" for part in (row.total, row.engine, row.policy)]
+        share = row.share
+        told = "-" if math.isnan(share.value) else f"{share.value:.0%}"
+        told += "" if math.isnan(share.low) else f" [{share.low:.0%}, {share.high:.0%}]"
+        yield Style.PLAIN, _PARTS.format(row.label, f"{row.tokens:,}", *sizes, told).rstrip()
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[Line]:
@@ -203,6 +223,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[Line]:
 
 
 _COMPARED = "  {:<12} {:<40} {:>10} {:>10} {:>8}  {:<22}"
+_PARTS = "  {:<20} {:>12} {:>20} {:>14} {:>14}  {:<20}"
 _ROW = "  {:<12} {:<28} {:>10}  {:<24} {:>9}  {:<10}"
 """Verdict, metric, value, interval, what is healthy, limit: 100 columns."""
 _SIGNS: Mapping[Side, str] = {Side.ABOVE: "<=", Side.BELOW: ">=", Side.BOTH: "+-"}

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rollproof.errors import GapError
-from rollproof.gap.joining import Sample, rollout_columns, samples_of
+from rollproof.gap.joining import Sample, current_columns, rollout_columns, samples_of
 from rollproof.gap.limits import Limits, limits_named
 from rollproof.gap.measuring import measure_pairs
 from rollproof.gap.pairs import FloatArray, TokenPairs
@@ -85,6 +85,7 @@ def score_rollouts(
     columns |= _route_columns(samples, scores, latest=provenance == "latest-prefill")
     if every_version and len(everyone) > 1:
         columns["by_version"] = {version: np.concatenate([scores[name][version].logprobs for name in samples]) for version in everyone}
+        columns |= current_columns(columns["by_version"])
     return TokenPairs.of(**columns)
 
 
