@@ -260,7 +260,8 @@ class Bench:
         """Wait until calls are answered. What outlasts the deadline is recorded as hanging."""
         for one in asked:
             try:
-                await asyncio.wait_for(asyncio.shield(one.ended()), self._deadline)
+                async with asyncio.timeout(self._deadline):
+                    await asyncio.shield(one.ended())
             except TimeoutError:
                 for request in one.requests:
                     self._result(request, Result(request_id=request, hung=True, error=f"no reply within {self._deadline:g} s"))
@@ -291,7 +292,8 @@ class Bench:
 
     async def _bounded(self, work: Awaitable[None], what: str) -> None:
         try:
-            await asyncio.wait_for(work, self._deadline)
+            async with asyncio.timeout(self._deadline):
+                await work
         except TimeoutError:
             raise EngineHung(f"The engine's {what} did not return within {self._deadline:g} s in experiment {self.name!r}.") from None
 

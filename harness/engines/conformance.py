@@ -216,6 +216,7 @@ class _Main:
                 break
         oracle = self._target.oracle(engine, checkpoints)
         for trace in recorded:
+            await asyncio.sleep(0)  # the forwards block the loop: here Ctrl-C is heard
             self._say(f"comparing {trace.header.profile} with the independent forward")
             with self._run.spending("reference"):
                 self._run.traces.append(attributed(trace, oracle))
@@ -251,7 +252,8 @@ class _Main:
 async def _recovered(engine: EngineSubject) -> bool:
     """After an experiment broke off: lift a pause that it may have left, and see whether the engine still answers."""
     try:
-        await asyncio.wait_for(engine.resume(), 30)
+        async with asyncio.timeout(30):
+            await engine.resume()
     except (EngineError, TimeoutError):
         return False
     return True

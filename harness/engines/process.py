@@ -141,7 +141,8 @@ class EngineProcess:
             self._writer.write(_line({"id": number, "op": operation, **arguments}))
             while True:
                 try:
-                    message = await asyncio.wait_for(answers.get(), deadline)
+                    async with asyncio.timeout(deadline):  # wait_for may lose a cancellation that comes along with the answer
+                        message = await answers.get()
                 except TimeoutError:
                     raise EngineHung(
                         f"{self.name} did not answer {operation!r} within {deadline:g} s; process {self.pid} still runs. {self._tail()}"
@@ -169,10 +170,9 @@ class EngineProcess:
                     break
                 await asyncio.sleep(0.05)
         self.kill()
-        if self._task is not None:
+        if self._task is not None and not self._task.done():
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait([self._task])
 
     def kill(self) -> None:
         """End the host and everything that it started, at once; remove its shared memory and its folder."""

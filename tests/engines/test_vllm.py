@@ -25,6 +25,7 @@ from rollproof.fakes.flavours import FLAVOURS
 from rollproof.report import Report
 from rollproof.trace import Call, Reference, Reply, Trace, Weights
 from tests.support.leftovers import leftovers
+from tests.support.shown import shown
 
 INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("vllm", "torch", "transformers"))
 pytestmark = [
@@ -40,10 +41,11 @@ EXPECTED = {"engine.identity": RELOAD} if vllm_cpu.is_cpu_build() and metadata.v
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+def run(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> EngineRun:
     """Every experiment on the real engine, once; nothing of it is left."""
     before = leftovers("vllm")
-    done = run_experiments(engine_target("vllm", model=None, folder=tmp_path_factory.mktemp("models")))
+    tell = shown(pytestconfig)
+    done = run_experiments(engine_target("vllm", model=None, folder=tmp_path_factory.mktemp("models"), progress=tell), progress=tell)
     assert set() == leftovers("vllm") - before
     return done
 
