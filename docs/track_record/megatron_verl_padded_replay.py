@@ -25,6 +25,7 @@ config = SimpleNamespace(
 )
 config.pipeline_model_parallel_layout = config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
 config.account_for_embedding_in_pipeline_split = config.account_for_loss_in_pipeline_split = False
+utils.RouterReplay.router_instances[:] = []  # other models of this process
 router = utils.RouterReplay()
 utils.set_router_replay_data(routes, None, config)
 VERSION = f"verl {version('verl')} {MEGATRON}"

@@ -18,6 +18,7 @@ config = SimpleNamespace(fp8=None, num_layers=1, moe_layer_freq=1, **sizes_of)
 stages = dict.fromkeys(("pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"))
 vars(config).update(stages, account_for_embedding_in_pipeline_split=False, account_for_loss_in_pipeline_split=False)
 recorded = torch.nested.as_nested_tensor([torch.tensor([[[1, 2]], [[3, 4]], [[5, 6]]])], layout=torch.jagged)  # 3 tokens: 4 rows
+utils.RouterReplay.router_instances[:] = []  # other models of this process
 router = utils.RouterReplay()
 utils.set_router_replay_data(recorded, None, config)  # as in R2: no mask
 router.set_router_replay_action(patch.RouterReplayAction.REPLAY_FORWARD)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 torch.manual_seed(0)
 sizes = {"n_routed_experts": 8, "n_activated_experts": 2, "n_expert_groups": 1, "n_limited_groups": 1, "n_shared_experts": 0, "dim": 16}
+RouterReplay.clear_registry()  # other models of this process
 rest = {"inter_dim": 8, "moe_inter_dim": 8, "train_gate": True, "gate_bias_update_factor": 0.0, "aux_loss_coeff": 0.0, "route_scale": 1.0}
 gate = Gate(MoEConfig(**sizes, **rest, score_func="sigmoid", norm_topk_prob=True, dtype=torch.float32, enable_routing_replay=True))
 torch.nn.init.normal_(gate.weight)
