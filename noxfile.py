@@ -51,16 +51,24 @@ def verify(session: nox.Session) -> None:
     if not requirements.is_file():
         session.error(f"No stack is named {name!r}; `rollproof verify --stack {name}` lists them.")
     session.install("-r", str(requirements))
-    session.install("--no-deps", stack)
+    distribution, *_ = _release(session, name)
+    session.install("--no-deps", stack.replace(name, distribution, 1))
     session.run("rollproof", "verify", *session.posargs)
 
 
-@nox.session
+def _release(session: nox.Session, name: str) -> list[str]:
+    """How package indexes call a stack, and its repository where it is judged from a checkout."""
+    asked = f"from rollproof.stacks import release_of as r; print(r({name!r}).distribution, r({name!r}).repository or '')"
+    return str(session.run("python", "-c", asked, silent=True)).split()
+
+
+@nox.session(reuse_venv=False)
 def upstream(session: nox.Session) -> None:
     """Judge released stacks and hold the verdicts to the matrix: `nox -s upstream -- NAME[==VERSION] [--checkout DIR] [--write]`.
 
     Without a version, every pinned release in turn. What fails or passes unexpectedly is an error. `--write` stores the results in
-    docs/stack_results, from which docs/stacks.md is made.
+    docs/stack_results, from which docs/stacks.md is made. The environment begins empty: what another stack needed would hide what is
+    missing.
     """
     install(session)
     arguments = list(session.posargs)
@@ -73,8 +81,7 @@ def upstream(session: nox.Session) -> None:
     matrix = ROOT / "harness" / "stacks" / "verdicts" / f"{name}.toml"
     if not matrix.is_file():
         session.error(f"No matrix is kept for {name!r}; those of {sorted(path.stem for path in matrix.parent.glob('*.toml'))} are.")
-    asked = f"from rollproof.stacks import release_of as r; print(r({name!r}).distribution, r({name!r}).repository or '')"
-    distribution, *repository = str(session.run("python", "-c", asked, silent=True)).split()
+    distribution, *repository = _release(session, name)
     session.install("-r", str(ROOT / "harness" / "stacks" / "requirements" / f"{name}.txt"))
     pinned = tomllib.loads(matrix.read_text(encoding="utf-8"))["pinned"]
     for wanted in [version] if version or repository else pinned:

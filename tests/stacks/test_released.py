@@ -28,11 +28,17 @@ PARTS = {
     "trl": ("rollout-loop", "tool-loop"),
     "openrlhf": ("single-turn-executor", "multi-turn-executor"),
     "slime": ("partial-rollout",),
+    "miles": ("partial-rollout", "single-turn"),
     "areal": ("remote-engine", "inference-bridge"),
     "verifiers": ("train-client",),
     "rlinf": ("sglang-worker",),
 }
-BATCHES = {"skyrl": ("batch-tensors", "training-input"), "trl": ("fixed-count-rows", "token-budget-rows"), "slime": ("rank-data",)}
+BATCHES = {
+    "skyrl": ("batch-tensors", "training-input"),
+    "trl": ("fixed-count-rows", "token-budget-rows"),
+    "slime": ("rank-data",),
+    "miles": ("rank-data",),
+}
 _LOADED: dict[str, Stack] = {}
 
 

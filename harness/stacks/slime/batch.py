@@ -54,16 +54,42 @@ class RankData:
         """What each rank holds, after a journey by pickle, and the names of the samples."""
         ranks = min(_RANKS, len(samples))
         manager = object.__new__(self._manager)
-        manager.args = _arguments(len(samples))
+        manager.args = self.arguments(len(samples))
         manager.custom_convert_samples_to_train_data_func = None
         manager.custom_reward_post_process_func = None
         manager.train_parallel_config = {"dp_size": ranks, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
         ray = SimpleNamespace(put=pickle.dumps, get=pickle.loads)
         with mock.patch.object(self._slime.manager, "ray", ray), mock.patch.object(self._slime.data, "ray", ray):
             made = manager._convert_samples_to_train_data([self._sample(sample, place) for place, sample in enumerate(samples)])
-            staged = manager._split_train_data_by_dp(made)
+            staged = self.split(manager, made, ranks)
             held = [self._slime.data.process_rollout_data(manager.args, staged, rank, ranks) for rank in range(ranks)]
         return held, [sample.request_id for sample in samples]
+
+    def arguments(self, size: int) -> Any:
+        """What the methods read of the command line."""
+        return SimpleNamespace(
+            advantage_estimator="none",
+            rewards_normalization=False,
+            reward_key=None,
+            n_samples_per_prompt=1,
+            rollout_batch_size=size,
+            global_batch_size=size,
+            use_dynamic_batch_size=True,
+            use_dynamic_global_batch_size=False,
+            max_tokens_per_gpu=64,
+            micro_batch_size=1,
+            balance_data=False,
+            balance_by_flops=False,
+            use_rollout_routing_replay=True,
+            num_layers=_LAYERS,
+            moe_router_topk=_TOP_K,
+            moe_layer_freq=[0, 1, 1, 1],
+            rollout_top_p=1.0,
+        )
+
+    def split(self, manager: Any, made: Any, ranks: int) -> Any:
+        """What is put aside for each rank."""
+        return manager._split_train_data_by_dp(made)
 
     def rows(self, batch: Any) -> list[BatchRow]:
         """One row a sample, in the order in which they were given (``sample_indices``)."""
@@ -74,22 +100,23 @@ class RankData:
     def _row(self, data: dict[str, Any], i: int, name: str) -> BatchRow:
         ids = np.asarray(data["tokens"][i])
         prompt = len(ids) - int(data["response_lengths"][i])
-        logprobs, routes = data.get("rollout_log_probs"), data.get("rollout_routed_experts")
+        logprobs, routes = (data[field][i] if field in data else None for field in ("rollout_log_probs", "rollout_routed_experts"))
         return BatchRow(
             request_id=name,
             token_ids=ids,
             attention=np.ones(len(ids), dtype=np.int64),
             loss_mask=np.concatenate([np.zeros(prompt, dtype=np.int64), np.asarray(data["loss_masks"][i]).astype(np.int64)]),
-            logprobs=None if logprobs is None else np.concatenate([np.full(prompt, np.nan), np.asarray(logprobs[i], dtype=np.float64)]),
-            routes=None if routes is None else np.asarray(routes[i]),
+            logprobs=None if logprobs is None else np.concatenate([np.full(prompt, np.nan), np.asarray(logprobs, dtype=np.float64)]),
+            routes=None if routes is None else np.asarray(routes),
         )
 
     def _sample(self, sample: Rollout, place: int) -> Any:
         """A finished ``Sample``."""
         types = self._slime.types
+        fields = {"rollout_id": place} if "rollout_id" in types.Sample.__dataclass_fields__ else {}
         return types.Sample(
             index=place,
-            rollout_id=place,
+            **fields,
             tokens=[*sample.prompt_ids, *sample.response_ids],
             response_length=len(sample.response_ids),
             reward=0.0,
@@ -98,25 +125,3 @@ class RankData:
             rollout_routed_experts=None if sample.routes is None else sample.routes.astype(np.int32),
             status=types.Sample.Status.TRUNCATED,
         )
-
-
-def _arguments(size: int) -> Any:
-    """What the two methods read of slime's command line."""
-    return SimpleNamespace(
-        advantage_estimator="none",
-        rewards_normalization=False,
-        reward_key=None,
-        n_samples_per_prompt=1,
-        rollout_batch_size=size,
-        global_batch_size=size,
-        use_dynamic_batch_size=True,
-        max_tokens_per_gpu=64,
-        micro_batch_size=1,
-        balance_data=False,
-        balance_by_flops=False,
-        use_rollout_routing_replay=True,
-        num_layers=_LAYERS,
-        moe_router_topk=_TOP_K,
-        moe_layer_freq=[0, 1, 1, 1],
-        rollout_top_p=1.0,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -33,11 +33,40 @@ from rollproof.trace import PauseMode
 if TYPE_CHECKING:
     from rollproof.fakes.fleet import Fleet
 
-__all__ = ["PartialRollout", "arguments"]
+__all__ = ["PartialRollout", "slime_arguments"]
 
 _ROOM = 1024
 """``rollout_max_response_len`` for requests that state no limit, in tokens."""
 _MANY = 512
+
+
+def slime_arguments(fleet: Fleet, router: str) -> Any:
+    """What slime's rollout reads of its command line."""
+    host, _, port = router.removeprefix("http://").partition(":")
+    model = fleet.case.model
+    return SimpleNamespace(
+        ci_test=False,
+        sglang_router_ip=host,
+        sglang_router_port=int(port),
+        sglang_server_concurrency=_MANY,
+        sglang_dp_size=None,
+        rollout_num_engines=len(fleet.servers),
+        hf_checkpoint="",
+        rollout_temperature=1.0,
+        rollout_top_p=1.0,
+        rollout_top_k=-1,
+        rollout_max_response_len=_ROOM,
+        rollout_stop=None,
+        rollout_stop_token_ids=None,
+        rollout_skip_special_tokens=False,
+        use_rollout_routing_replay=any(request.want_routes for request in fleet.case.requests),
+        num_layers=model.num_layers,
+        moe_router_topk=model.top_k,
+        partial_rollout=fleet.case.partial,
+        mask_offpolicy_in_partial_rollout=False,
+        custom_generate_function_path=None,
+        group_rm=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +85,8 @@ class PartialRollout:
 
     contract: Contract
 
-    def __init__(self, slime: Slime) -> None:
-        self._slime = slime
+    def __init__(self, slime: Slime, arguments: Callable[[Fleet, str], Any] = slime_arguments) -> None:
+        self._slime, self._arguments = slime, arguments
 
     def start(self, fleet: Fleet) -> None:
         """A fresh state and a fresh HTTP client: slime keeps one of each per process."""
@@ -67,7 +96,7 @@ class PartialRollout:
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True
         self._http = HttpFleet(fleet)
-        self._args = arguments(fleet, self._http.router)
+        self._args = self._arguments(fleet, self._http.router)
         self._slime.misc.SingletonMeta._instances.pop(self._slime.rollout.GenerateState, None)
         # as init_http_client makes it; without certificates, which take longer to load than a case takes to run
         self._slime.http._http_client = httpx.AsyncClient(timeout=None, trust_env=False, verify=False)  # noqa: S113, S501 - loopback in memory
@@ -135,35 +164,6 @@ class PartialRollout:
         params = {**self._state.sampling_params, **request.sampling}
         params["max_new_tokens"] = _ROOM if request.budget is None else request.budget
         return await self._slime.rollout.generate_and_rm_group(self._args, [sample], sampling_params=params, evaluation=False)
-
-
-def arguments(fleet: Fleet, router: str) -> Any:
-    """What slime's rollout reads of its command line."""
-    host, _, port = router.removeprefix("http://").partition(":")
-    model = fleet.case.model
-    return SimpleNamespace(
-        ci_test=False,
-        sglang_router_ip=host,
-        sglang_router_port=int(port),
-        sglang_server_concurrency=_MANY,
-        sglang_dp_size=None,
-        rollout_num_engines=len(fleet.servers),
-        hf_checkpoint="",
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
-        rollout_top_k=-1,
-        rollout_max_response_len=_ROOM,
-        rollout_stop=None,
-        rollout_stop_token_ids=None,
-        rollout_skip_special_tokens=False,
-        use_rollout_routing_replay=any(request.want_routes for request in fleet.case.requests),
-        num_layers=model.num_layers,
-        moe_router_topk=model.top_k,
-        partial_rollout=fleet.case.partial,
-        mask_offpolicy_in_partial_rollout=False,
-        custom_generate_function_path=None,
-        group_rm=False,
-    )
 
 
 def rollout_contract(fleet: Fleet) -> Contract:
