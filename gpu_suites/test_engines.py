@@ -126,6 +126,8 @@ def test_a_call_is_answered_alike_alone_and_beside_others(engine: str, tmp_path:
         f"{engine} with {mode.name}: {kept.probes - len(kept.differing)} of {kept.probes} calls bit for bit the same alone and beside 63"
         f" others; without it {free.probes - len(free.differing)}"
     )
+    if kept.differing and mode.open:
+        pytest.xfail(mode.open)
     assert {} == kept.differing
     if not free.differing:
         pytest.skip("without the mode nothing differed either: this model cannot show what the mode is for")
@@ -157,7 +159,7 @@ def test_an_engine_that_breaks_in_the_middle(
 
     with on_gpu(engine, "bfloat16"), pytest.raises(error, match="The end of its log") as told:
         asyncio.run(asyncio.wait_for(broken(), 200))
-    rollproof_run.note(f"{engine} whose processes are {how} while it samples: {str(told.value).splitlines()[0]}")
+    rollproof_run.note(f"{engine} whose processes are {how} while it samples: {str(told.value).partition(' The end of its log')[0]}")
     assert watch is None or watch.missing() is None
 
 

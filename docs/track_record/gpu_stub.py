@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-os.environ |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}  # a child forked from a process that has used torch waits for ever
+os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a child forked from a process that has used torch waits for ever
 os.environ |= {"SGLANG_IS_FLASHINFER_AVAILABLE": "false"}
 SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64, "num_hidden_layers": 4}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2}

@@ -105,7 +105,7 @@ def test_the_claim_of_the_stacks_is_in_the_runs_that_are_kept() -> None:
         assert cell["n_tokens"] >= 35_000
         assert all(effect["high"] < 1 for effect in cell["effect"]["effects"])
         assert all(effect["low"] > 1 for row in cell["effect"]["controls"].values() for effect in row)
-        assert 0.0 == cell["self_replay_max_abs"]
+        assert cell["self_replay_max_abs"] in (0.0, None)  # None: a trainer of one's own records nothing
 
 
 def test_models_that_cannot_be_used(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""What a session of the GPU suites runs, leaves out, skips and fails, by its options and by the cards of the host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+
+import rollproof.gpu_suites.conftest  # noqa: F401 - numpy cannot be loaded anew in each inner session
+from tests.support.fake_nvml import GIB, Card, fake_nvml
+
+Runner: TypeAlias = "Callable[..., tuple[dict[str, int], str]]"
+
+SUITE = """
+import pytest
+
+def test_one():
+    pass
+
+@pytest.mark.gpus(2)
+def test_two():
+    pass
+
+@pytest.mark.full
+def test_more():
+    pass
+
+@pytest.mark.engine("vllm", ">=99")
+@pytest.mark.full
+def test_missing():
+    pass
+"""
+STRANGER = 1
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """Runs the suite above on a host with these cards."""
+    for name in ("CUDA_VISIBLE_DEVICES", "ROLLPROOF_SHARE_GPUS", "ROLLPROOF_VLLM_PYTHON"):
+        monkeypatch.delenv(name, raising=False)
+
+    def on(cards: tuple[Card, ...], *options: str) -> tuple[dict[str, int], str]:
+        monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(*cards))
+        pytester.makepyfile(test_suite=SUITE)
+        result = pytester.runpytest_inprocess("-p", "rollproof.gpu_suites.conftest", "-rA", *options)
+        return result.parseoutcomes(), str(result.stdout)
+
+    return on
+
+
+def test_a_default_run_leaves_out_what_only_a_full_one_has(run: Runner) -> None:
+    """On two cards: the tests without the mark, all of them run."""
+    outcomes, _ = run((Card(), Card()), "--rollproof-require-gpu")
+    assert {"passed": 2, "deselected": 2} == outcomes
+
+
+def test_a_full_run_fails_what_is_required_and_missing(run: Runner) -> None:
+    """An engine that is not there skips its test, and fails it where a GPU is required."""
+    outcomes, told = run((Card(), Card()), "--rollproof-full")
+    assert {"passed": 3, "skipped": 1} == outcomes
+    outcomes, told = run((Card(), Card()), "--rollproof-full", "--rollproof-require-gpu")
+    assert (3, 1) == (outcomes["passed"], outcomes["failed"] if "failed" in outcomes else outcomes["errors"])
+    assert "needs vllm>=99" in told
+
+
+def test_what_is_named_is_run(run: Runner) -> None:
+    """A test that only a full run has, named on the command line, needs no other option."""
+    outcomes, _ = run((Card(),), "test_suite.py::test_more")
+    assert {"passed": 1} == outcomes
+
+
+def test_what_needs_more_cards_than_there_are_is_left_out_even_where_gpus_are_required(run: Runner) -> None:
+    """One card is a whole runner; one that says it has two, and has one, is not."""
+    outcomes, told = run((Card(),), "--rollproof-require-gpu")
+    assert {"passed": 1, "skipped": 1, "deselected": 2} == outcomes
+    assert "needs 2 GPUs, and this run counts on 1" in told
+    outcomes, told = run((Card(),), "--rollproof-require-gpu", "--rollproof-gpus=2")
+    assert outcomes.get("errors", 0) + outcomes.get("failed", 0) == 1
+    assert "needs 2 free GPUs, and 1 of 1 are; a GPU was required" in told
+    outcomes, _ = run((Card(), Card()), "--rollproof-gpus=1")
+    assert {"passed": 1, "skipped": 1, "deselected": 2} == outcomes
+
+
+def test_a_busy_card_is_left_alone(run: Runner) -> None:
+    """Skipped with the process that is on it; failed where a GPU is required."""
+    busy = Card(pids=[STRANGER], free=39 * GIB)
+    outcomes, told = run((busy,))
+    assert {"skipped": 2, "deselected": 2} == outcomes
+    assert "GPU 0 is busy (process 1, 41.0 GiB held)" in told
+    outcomes, _ = run((busy,), "--rollproof-require-gpu")
+    assert outcomes.get("errors", 0) + outcomes.get("failed", 0) == 1
+
+
+@pytest.mark.parametrize("value", ["0", "two", "-1"])
+def test_a_number_of_gpus_that_is_none(pytester: pytest.Pytester, value: str) -> None:
+    """Misuse is told before anything runs."""
+    told = pytester.runpytest_inprocess(f"--rollproof-gpus={value}")
+    assert pytest.ExitCode.USAGE_ERROR == told.ret
+    told.stderr.fnmatch_lines([f"ERROR: --rollproof-gpus='{value}' is not a number of GPUs, such as 1 or 4."])
