@@ -58,7 +58,7 @@ def told_of(work: tuple[argparse.Namespace, int]) -> list[tuple[str, str, str, b
         if options.only and fault not in options.only:
             continue
         for seed in range(options.seeds):
-            report = measure(**make(seed), limits="tiny-bf16" if options.real else None, resamples=200)
+            report = measure(**make(seed), resamples=200)
             names = " + ".join(cause.name for cause in report.causes)
             out.append((fault, expected, names, all(cause.harmless for cause in report.causes)))
     return out

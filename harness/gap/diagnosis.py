@@ -87,12 +87,13 @@ def _misaligned(scene: Scene) -> Cause | None:
 
 def _unrelated(scene: Scene) -> Cause | None:
     signs = scene.signs
-    if not (signs.k3 > 0.3 and signs.pearson < 0.8):
+    if not (signs.k3 > 0.3 and signs.pearson < 0.8 and signs.apart > 0.25):
         return None
     return Cause(
         name="unrelated weights",
         confidence=beyond(signs.k3, 0.3),
-        because=f"k3 = {signs.k3:.2g} nats a token, the logprobs correlate by {signs.pearson:.2f}, and no shift of tokens mends it",
+        because=f"k3 = {signs.k3:.2g} nats a token, {signs.apart:.0%} of a sequence's tokens are apart by a factor of 2, the logprobs"
+        f" correlate by {signs.pearson:.2f}, and no shift of tokens mends it",
         advice="One side lost its weights, or scores other sequences: reload both from one checkpoint and compare a single prompt.",
     )
 
@@ -184,28 +185,20 @@ _RULES: Sequence[Rule] = (
     replica,
     lag,
 )
+_TEMPERATURE, _TRUNCATED, _UNRELATED = "temperature or logprob mode", "truncated support (top-p or top-k)", "unrelated weights"
+_BLURRED = frozenset({_TEMPERATURE, _TRUNCATED, _UNRELATED, "resume boundary", "staleness", "stale replica"})
+"""Signs that a large difference of any origin may bear: beside a cause that explains it they are no second one."""
 _HIDES: Mapping[str, frozenset[str]] = {
-    # what a misalignment makes of everything else is no second cause
-    "off by one": frozenset(
-        {
-            "unrelated weights",
-            "temperature or logprob mode",
-            "truncated support (top-p or top-k)",
-            "resume boundary",
-            "staleness",
-            "stale replica",
-        }
-    ),
-    "unrelated weights": frozenset(
-        {"temperature or logprob mode", "truncated support (top-p or top-k)", "resume boundary", "staleness", "stale replica"}
-    ),
+    "off by one": _BLURRED,
+    "routes shifted by a token": _BLURRED | {"polluted capture"},
+    "routes shifted by a layer": _BLURRED | {"polluted capture"},
+    "routes shifted by dense layers": _BLURRED | {"polluted capture"},
+    "polluted capture": _BLURRED,
+    "stale engine weights": frozenset({_TEMPERATURE, _UNRELATED, "staleness"}),
+    "wrong version scored": frozenset({_TEMPERATURE, _UNRELATED, "staleness"}),
+    _UNRELATED: _BLURRED - {_UNRELATED},
     # a temperature keeps E[rho] at 1 or above, whichever side applies it
-    "truncated support (top-p or top-k)": frozenset({"temperature or logprob mode"}),
-    "routes shifted by a token": frozenset({"polluted capture"}),
-    "routes shifted by a layer": frozenset({"polluted capture"}),
-    "routes shifted by dense layers": frozenset({"polluted capture"}),
-    "stale engine weights": frozenset({"staleness"}),
-    "wrong version scored": frozenset({"staleness"}),
+    _TRUNCATED: frozenset({_TEMPERATURE}),
 }
 CLASSES: tuple[str, ...] = (
     NUMERICS,

@@ -47,10 +47,10 @@ class RouteEvidence:
 class Evidence:
     """Signs over ``tokens`` tokens with finite logprobs.
 
-    ``rho_excess`` is E[rho] - 1 and ``rho_z`` that over its standard error over sequences, ``rho_chance``
-    how likely such a one is of so few sequences (Student); ``explained`` is the share of the mean
-    square of d that a function of the rollout logprob alone explains; ``pearson`` the correlation of the two logprobs and
-    ``lagged`` that with the trainer's moved by -1 and +1 places.
+    ``rho_excess`` is E[rho] - 1 and ``rho_z`` that over its standard error over sequences, ``rho_chance`` how likely such a one is of so
+    few sequences (Student); ``explained`` is the share of the mean square of d that a function of the rollout logprob alone explains;
+    ``pearson`` the correlation of the two logprobs and ``lagged`` that with the trainer's moved by -1 and +1 places; ``apart`` the share of
+    a sequence's tokens with |d| above ln 2, its median over sequences.
     """
 
     tokens: int
@@ -61,6 +61,7 @@ class Evidence:
     rho_chance: float
     explained: float
     pearson: float
+    apart: float
     lagged: dict[int, float] = field(default_factory=dict)
     routes: RouteEvidence | None = None
 
@@ -73,7 +74,7 @@ def gather(pairs: TokenPairs) -> Evidence:
     d = whole.trainer - whole.rollout
     if not len(d):
         nan = float("nan")
-        return Evidence(tokens=0, k1=nan, k3=nan, rho_excess=nan, rho_z=nan, rho_chance=1.0, explained=nan, pearson=nan)
+        return Evidence(tokens=0, k1=nan, k3=nan, rho_excess=nan, rho_z=nan, rho_chance=1.0, explained=nan, pearson=nan, apart=nan)
     excess = np.expm1(np.clip(d, -80, 20))
     by_sequence = np.add.reduceat(excess, whole.starts)
     mean = float(excess.mean())
@@ -89,6 +90,7 @@ def gather(pairs: TokenPairs) -> Evidence:
         rho_chance=float(2 * stats.t.sf(abs(away), count - 1)) if count > 1 else 1.0,
         explained=_explained(whole.rollout, d, whole.owner % 2),
         pearson=_correlation(whole.rollout, whole.trainer),
+        apart=float(np.median(np.add.reduceat((np.abs(d) > np.log(2)).astype(np.float64), whole.starts) / whole.lengths)),
         lagged={step: _lagged(pairs, step) for step in (-1, 1)},
         routes=_routes(pairs),
     )

