@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import tempfile
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 def megatron():
     """Once per process: megatron-core's CUDA calls replaced, a group of one process, Megatron's own groups."""
     life = ExitStack()
+    atexit.register(life.close)  # while torch can still be imported
     life.enter_context(cpu_megatron())
     store = torch.distributed.FileStore(tempfile.mkstemp()[1], 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -6,6 +6,7 @@ The other side of ``rollproof.replay.ranks``, which starts it.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -75,6 +76,7 @@ def _nursed(ask: Any, folder: Path, start: dict[str, Any], children: dict[int, i
             torch.set_num_threads(1)
             for module in start["preload"]:
                 importlib.import_module(module)
+            gc.freeze()  # or every full collection of a rank walks what all ranks share, and so copies it
         case ("fork", run):
             fates.clear()
             for rank in range(run["world_size"]):

@@ -16,7 +16,7 @@ from rollproof.replay.events import Action, Outcome, Phase, Purpose, Routing, St
 from rollproof.replay.judging import judge_replay
 from rollproof.replay.layouts.payloads import Coding
 from rollproof.replay.megatron.covering import covering_setups
-from rollproof.replay.megatron.setups import OTHERS, SETUPS, Dispatcher, Setup
+from rollproof.replay.megatron.setups import OTHERS, SETUPS, Dispatcher, ReplayCodeName, Setup
 from rollproof.replay.megatron.subject import MegatronTrainer, megatron_ranks
 from rollproof.replay.ranks import Ranks
 from rollproof.replay.samples import make_samples, with_drawn_routes
@@ -36,6 +36,13 @@ JUDGED = ("single", "sigmoid", "tp2-ep4", "cp2-pp2-vpp2")
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     with megatron_ranks() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def verl_ranks() -> Iterator[Ranks]:
+    """Apart: verl takes a rank seconds to import, and megatron-core is judged where it never was."""
+    with megatron_ranks(code=ReplayCodeName.VERL) as started:
         yield started
 
 
@@ -164,7 +171,7 @@ def test_rows_of_the_covering_array_execute_their_targets(ranks: Ranks, setup: S
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_peoples_code_is_driven_to_the_end(ranks: Ranks, name: str) -> None:
+def test_other_peoples_code_is_driven_to_the_end(request: pytest.FixtureRequest, name: str) -> None:
     """Replay code of verl and SkyRL executes drawn routes, forward and in recompute, and leaves nothing behind.
 
     SkyRL's does not in padded microbatches.
@@ -176,7 +183,7 @@ def test_other_peoples_code_is_driven_to_the_end(ranks: Ranks, name: str) -> Non
     samples = make_samples(setup.contract(), 0)
     random = np.random.default_rng(1)
     drawn = tuple(with_drawn_routes(setup.contract(), sample, random) for sample in samples)
-    trainer = MegatronTrainer(setup, ranks)
+    trainer = MegatronTrainer(setup, request.getfixturevalue("verl_ranks" if setup.code is ReplayCodeName.VERL else "ranks"))
     step = _step(setup, Action.REPLAY, drawn, Recompute.FULL)
     outcome, calls = _run(trainer, step)
     right = name != "skyrl-padded"  # track record, 39

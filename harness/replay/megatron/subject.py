@@ -27,11 +27,24 @@ __all__ = ["MegatronTrainer", "megatron_ranks"]
 _EPISODES = count()
 
 
-def megatron_ranks(limit_s: float = 120.0, *, cuda: bool = False) -> Ranks:
-    """Processes for Megatron trainers, with ``cuda`` on a GPU each: import megatron-core once, and fork. Close them when done."""
+_IMPORTED: Mapping[ReplayCodeName, tuple[str, ...]] = {ReplayCodeName.VERL: ("verl.utils.megatron.router_replay_utils",)}
+"""What other people's code takes seconds to import; importing it patches nothing of megatron-core."""
+
+
+def megatron_ranks(limit_s: float = 120.0, *, cuda: bool = False, code: ReplayCodeName = ReplayCodeName.CORE) -> Ranks:
+    """Processes for Megatron trainers, with ``cuda`` on a GPU each: import megatron-core once, and fork. Close them when done.
+
+    Those for another ``code`` import that, too; any setup runs on any of them.
+    """
     return Ranks(
         worker,
-        preload=("rollproof.replay.megatron.worker", "megatron.core.models.gpt.gpt_model", "megatron.core.pipeline_parallel"),
+        preload=(
+            "rollproof.replay.megatron.worker",
+            "megatron.core.models.gpt.gpt_layer_specs",
+            "megatron.core.models.gpt.gpt_model",
+            "megatron.core.pipeline_parallel",
+            *_IMPORTED.get(code, ()),
+        ),
         limit_s=limit_s,
         cuda=cuda,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,9 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(__doc__ or "")
         return 254
     names = arguments[1:] or [*SETUPS, *(name for name, one in OTHERS.items() if _installed(one))]
-    with megatron_ranks() as ranks:
-        judge_into(Path(arguments[0]), names, lambda name: row_of(setup_named(name), ranks))
+    for code, setups in groupby(names, lambda name: setup_named(name).code):
+        with megatron_ranks(code=code) as ranks:
+            judge_into(Path(arguments[0]), list(setups), lambda name, ranks=ranks: row_of(setup_named(name), ranks))  # type: ignore[misc]
     return 0
 
 

@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -71,13 +72,14 @@ def fill(part: Part, rank: int, size: int, number: int, whole: Mapping[str, Any]
 
 def values_of(name: str, number: int, shape: Sequence[int]) -> npt.NDArray[np.float32]:
     """The whole weight of that name: ``number`` as for ``fill``."""
-    values = _noise(name, 0, shape)
+    values: npt.NDArray[np.float32] = np.array(_noise(name, 0, tuple(shape)))
     if number > 0:
-        values = values + _noise(name, number, shape)
+        values = values + _noise(name, number, tuple(shape))
     return (1 + values / 2).astype(np.float32) if name.endswith("norm.weight") else values
 
 
-def _noise(name: str, number: int, shape: Sequence[int]) -> npt.NDArray[np.float32]:
+@lru_cache(maxsize=4096)
+def _noise(name: str, number: int, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
     draws = np.random.default_rng([zlib.crc32(name.encode()), number]).standard_normal(shape)
     return (0.3 * draws).astype(np.float32)
 
