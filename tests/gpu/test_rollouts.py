@@ -112,3 +112,16 @@ def test_an_engine_that_breaks_is_told_once_and_the_other_is_measured(
     with pytest.raises(pytest.skip.Exception, match="vllm in bfloat16 sampled nothing: "):
         found.of("vllm", "bfloat16")
     assert {"stop"} == {engine.events[-1] for engine in engines.values()}
+
+
+class Interrupted(Steady):
+    async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_stops_every_engine(engines: dict[str, Any]) -> None:
+    """Ctrl-C while engines sample is the caller's, after they have ended."""
+    engines["sglang"] = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        rollouts().of("vllm", "bfloat16")
+    assert {"stop"} == {engine.events[-1] for engine in engines.values()}
