@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -50,25 +51,36 @@ def test_a_fault_of_vllm_is_found(sides: tuple[Any, Any]) -> None:
     first, second = hf_forward(hf, IDS), vllm_forward(llm, IDS)
     clean = localise(first, second)
     assert clean.found is None
-    assert {"layer 1 q", "layer 1 o", "layer 0 attn_norm", "final_norm"} <= {str(gap.site) for gap in clean.sites}
-    moe = hasattr(second.model.model.layers[0].mlp, "experts")
-    faults: list[tuple[str, Any, set[str]]] = [
-        ("model.layers.1.post_attention_layernorm.weight", slice(None), {"layer 1 mlp_norm"}),
-        ("model.norm.weight", slice(None), {"final_norm"}),
-        ("model.layers.0.self_attn.qkv_proj.weight", slice(128, 192), {"layer 0 k"}),
+    assert {f"layer 1 {role}" for role in ("q", "k", "v", "o", "attn_norm", "mlp_norm")} <= {str(gap.site) for gap in clean.sites}
+    layers = second.model.model.layers
+    faults: list[tuple[Any, int, slice, str]] = [
+        (layers[1].post_attention_layernorm, 0, slice(None), "layer 1 mlp_norm"),
+        (second.model.model.norm, 0, slice(None), "final_norm"),
+        (layers[0].self_attn.qkv_proj, 0, slice(128, 192), "layer 0 k"),
+        (layers[1].self_attn.o_proj, 0, slice(None), "layer 1 o"),
     ]
-    faults += [("model.layers.1.mlp.gate.weight", slice(0, 1), {"layer 1 router"})] if moe else []
-    for path, part, places in faults:
-        parameter = second.model.get_parameter(path)
-        before = parameter.detach().clone()
-        with torch.no_grad():
-            parameter[part] *= 1.1
-        found = localise(first, second)
-        with torch.no_grad():
-            parameter.copy_(before)
-        assert places == {str(gap.site) for gap in found.sites if gap.parts}, path
-        assert found.found is not None
-        assert path.startswith(found.found.other_module)
+    if hasattr(layers[0].mlp, "experts"):
+        faults += [(layers[1].mlp.gate, 0, slice(2, 3), "layer 1 router"), (layers[0].mlp.experts, 0, slice(None), "layer 0 experts")]
+    for module, part, columns, place in faults:
+        with off_by_a_tenth(module, part, columns):
+            found = localise(first, second)
+        assert [place] == [str(gap.site) for gap in found.sites if gap.parts and gap.site.role not in ("mlp", "selection", "gates")]
+
+
+@contextmanager
+def off_by_a_tenth(module: Any, part: int, columns: slice) -> Iterator[None]:
+    """The module returns some columns a tenth too large: vLLM packs projections' weights on a CPU, so that those cannot be changed."""
+
+    def hook(own: Any, args: Any, output: Any) -> Any:
+        changed = (output[part] if isinstance(output, tuple) else output).clone()
+        changed[..., columns] *= 1.1
+        return (*output[:part], changed, *output[part + 1 :]) if isinstance(output, tuple) else changed
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def test_what_cannot_be_heard_is_refused(sides: tuple[Any, Any]) -> None:
