@@ -87,7 +87,7 @@ def _misaligned(scene: Scene) -> Cause | None:
 
 def _unrelated(scene: Scene) -> Cause | None:
     signs = scene.signs
-    if not (signs.k3 > 0.3 and signs.pearson < 0.8 and signs.apart > 0.25):
+    if not (signs.k3 > 0.3 and signs.pearson < 0.8 and signs.apart > 0.15):
         return None
     return Cause(
         name="unrelated weights",
