@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -40,7 +40,7 @@ class Spending:
 
     def __init__(self, began: float | None = None) -> None:
         self._began = time.perf_counter() if began is None else began
-        self._seconds: Counter[Part] = Counter()
+        self._seconds: defaultdict[Part, float] = defaultdict(float)
 
     def add(self, spent: Mapping[Part, float]) -> None:
         """Count seconds that were measured elsewhere."""

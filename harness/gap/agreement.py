@@ -59,16 +59,17 @@ def _sets(ids: IntArray) -> IntArray:
     bits[numbers, numbers // 64] = np.left_shift(np.uint64(1), (numbers % 64).astype(np.uint64))
     if ids.min(initial=0) < -1:
         ids = np.maximum(ids, -1)
-    if words == 1:  # twice as fast without an axis of one word
-        return np.bitwise_or.reduce(bits[:, 0][ids], axis=2)[:, :, None]
-    return np.bitwise_or.reduce(bits[ids], axis=2)
+    one = words == 1  # without an axis of one word it takes half the time
+    out: IntArray = np.bitwise_or.reduce((bits[:, 0] if one else bits)[ids], axis=2)
+    return out[:, :, None] if one else out
 
 
 def _count(sets: IntArray) -> IntArray:
     """``(n, layers)``: the bits that are set."""
-    if hasattr(np, "bitwise_count"):  # since numpy 2.0
-        return np.bitwise_count(sets).sum(axis=2, dtype=np.int64)
-    return np.unpackbits(sets.view(np.uint8), axis=2).sum(axis=2, dtype=np.int64)
+    counts = getattr(np, "bitwise_count", None)  # since numpy 2.0
+    bits = counts(sets) if counts is not None else np.unpackbits(sets.view(np.uint8), axis=2)
+    out: IntArray = bits.sum(axis=2, dtype=np.int64)
+    return out
 
 
 def agreement(pairs: TokenPairs) -> Agreement | None:
