@@ -140,9 +140,12 @@ def _coverage(view: StepView, out: Collector) -> None:
 
 
 def _is_native(contract: Contract) -> str | None:
-    if terms_of(contract).free_rows is FreeRows.NATIVE:
-        return None
-    return "the contract declares dummy experts for rows without a target: replay.assignments counts them"
+    terms = terms_of(contract)
+    if terms.free_rows is not FreeRows.NATIVE:
+        return "the contract declares dummy experts for rows without a target: replay.assignments counts them"
+    if terms.tolerance > 0:
+        return "the contract declares a tolerance: a near tie may be routed either way in two runs"
+    return None
 
 
 @replay_check(
@@ -154,9 +157,6 @@ def _is_native(contract: Contract) -> str | None:
 def _free_rows(view: StepView, out: Collector) -> None:
     if not view.replays or not view.regular or not view.done:
         return
-    if view.terms.tolerance > 0:
-        out.absent("the contract declares a tolerance: a near tie may be routed either way in two runs")
-        return
     reason = unrepeated(view)
     if reason is not None:
         out.absent(reason)
@@ -166,17 +166,18 @@ def _free_rows(view: StepView, out: Collector) -> None:
         return
     targets = view.targets
     own = np.sort(native, axis=2)
-    if (own[targets.finals] < 0).any():
-        out.absent("the trainer does not forward final tokens")
-        return
     if (np.sort(targets.experts, axis=2) != own)[targets.known].any():
         return  # other experts were replayed upstream, so the router's own choice is not known
     rows = Executed.of(view, Phase.FORWARD)
     # behind the first MoE layer the own choice is only known where the layers before gave what they give in the native pass
     deep = view.same_as is not None and same_loss(view, view.same_as)
     free = np.flatnonzero((rows.place >= 0) & ~rows.held & (deep | (rows.column == 0)))
+    free = free[(own[rows.place[free], rows.column[free]] >= 0).all(axis=1)]
     if not len(free):
-        out.absent("no row was without a target")
+        if (own[targets.finals] < 0).any():
+            out.inapplicable("the trainer does not forward final tokens, and every other row has a target")
+        else:
+            out.absent("no row was without a target")
         return
     out.exercised("free rows compared", len(free))
     wrong = free[(rows.ordered[free] != own[rows.place[free], rows.column[free]]).any(axis=1)]

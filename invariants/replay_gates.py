@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.checks import Check, Collector
+from rollproof.contract import Contract
 from rollproof.invariants.replay_laws import (
     comparable,
     compare,
@@ -20,6 +21,7 @@ from rollproof.invariants.replay_laws import (
 from rollproof.invariants.replay_rows import native_choice, sound_rows
 from rollproof.invariants.replay_steps import REFERENCE, StepView, replay_check
 from rollproof.invariants.wording import share
+from rollproof.replay.contract import terms_of
 from rollproof.replay.events import Action
 
 __all__ = ["CHECKS"]
@@ -29,14 +31,25 @@ _LIKE_A_REFERENCE = 1e-3
 _SLOPE = 0.05
 """The largest relative difference of a gradient to a finite difference."""
 _NO_GRADIENT = (
-    "no native step shows that the gates have gradients at all (a frozen router has none, nor one of top_k=1 with normalised weights)"
+    "no native step shows that the gates have gradients at all: where they are not trained, the contract declares trains_gates=False"
 )
+_FEW_DIGITS = 4
+"""A loss of at most so many digits (bfloat16 has 2) resolves no slope."""
+
+
+def _trains_gates(contract: Contract) -> str | None:
+    return None if terms_of(contract).trains_gates else "the contract declares trains_gates=False: gates have no gradient"
+
+
+def _chooses(contract: Contract) -> str | None:
+    return "every row executes all experts: there is no other choice" if contract.top_k == contract.num_experts else None
 
 
 @replay_check(
     "replay.drift",
     promise="Under weights that route otherwise, replay changes the results.",
     exercised_by="drifted replays",
+    applies=_chooses,
 )
 def _drift(view: StepView, out: Collector) -> None:
     other = view.differs_from
@@ -75,6 +88,7 @@ def _drift(view: StepView, out: Collector) -> None:
     "replay.gate-gradients",
     promise="Under replay the gradient of every gate is alive, whatever is replayed.",
     exercised_by="gates",
+    applies=_trains_gates,
 )
 def _gate_gradients(view: StepView, out: Collector) -> None:
     if not view.replays or not view.ordinary or not view.done or not view.step.backward or view.outcome is None:
@@ -112,6 +126,7 @@ def _living(view: StepView) -> dict[int, float]:
     "replay.gate-slope",
     promise="The gradient of a gate is the slope of the replayed loss.",
     exercised_by="finite differences",
+    applies=_trains_gates,
 )
 def _gate_slope(view: StepView, out: Collector) -> None:
     step, reason = view.step, unrepeated(view)
@@ -141,7 +156,8 @@ def _gate_slope(view: StepView, out: Collector) -> None:
     rounding = 2 * max(abs(high), abs(low)) * 10.0**-view.terms.float_digits / size
     allowed = max(_SLOPE, view.terms.tolerance) * max(float(sketch[0]), abs(slope)) + rounding + bend / 4
     if rounding > 0.3 * max(float(sketch[0]), abs(slope)):
-        out.absent("the loss has too few digits for a finite difference")
+        few = f"a loss of {view.terms.float_digits} digits (float_digits) has too few for a finite difference"
+        (out.inapplicable if view.terms.float_digits <= _FEW_DIGITS else out.absent)(few)
         return
     out.exercised("finite differences")
     if not abs(slope - told) <= allowed:

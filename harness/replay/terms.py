@@ -84,7 +84,8 @@ class ReplayTerms:
     ``models`` names models of other roles that live beside the policy and must never be replayed (``critic``, ``reference``,
     ``teacher``); ``mtp`` says that the policy has MTP layers with routers, which are told under the model ``mtp``. ``unsupported`` names
     kinds of routers that it must refuse, made by ``variant(name)``. ``tolerates`` are defects of routes that it accepts
-    by design: what has no valid target is then a free row. A step has ``microbatches`` of ``microbatch_size`` samples.
+    by design: what has no valid target is then a free row. ``trains_gates`` is ``False`` where gates get no gradient: they are frozen, or
+    ``top_k=1`` with normalised weights leaves them none. A step has ``microbatches`` of ``microbatch_size`` samples.
     ``tolerance`` is the largest relative difference of loss and gradients between two runs that ought to agree (0: bit for
     bit), ``float_digits`` how many decimal digits its loss carries. ``parallel`` says in words how the model is split.
 
@@ -101,6 +102,7 @@ class ReplayTerms:
     mtp: bool = False
     unsupported: tuple[str, ...] = ()
     tolerates: tuple[Defect, ...] = ()
+    trains_gates: bool = True
     microbatches: int = 2
     microbatch_size: int = 2
     tolerance: float = 0.0
@@ -154,6 +156,8 @@ class ReplayTerms:
             for name in ("models", "unsupported")
             if not isinstance(getattr(self, name), tuple) or not all(isinstance(one, str) and one for one in getattr(self, name))
         ]
+        flags = {name: getattr(self, name) for name in ("records", "mtp", "trains_gates")}
+        problems += [f"{name}={value!r} must be True or False." for name, value in flags.items() if not isinstance(value, bool)]
         tolerance: object = self.tolerance
         if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not 0 <= tolerance < 1:
             problems.append(f"tolerance={self.tolerance!r} must be a number from 0 (bit for bit) to 1.")
