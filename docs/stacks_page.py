@@ -24,6 +24,20 @@ _SIGNS = {"fail": "✗", "expected fail": "✗", "unknown": "?", "pass": "✓", 
 """The worst first: a release shows the worst verdict of its parts; one that passed somewhere and failed nowhere passes."""
 
 
+UNDRIVEN = """
+## What is not driven
+
+- TRL's `VLLMClient` makes one blocking call a batch and resumes nothing, so there is no schedule to run it through. It is run unmodified
+  over real HTTP against vLLM's face, and its samples are judged (tests/http/test_released_clients.py); its weight transfer asks for CUDA.
+- AReno's rollouts run on an engine of its own, whose workers are made for accelerators: only its merging of chunks and ranks is judged.
+- prime-rl's own attribution of routes is in verifiers, and judged there. What its repository adds (`orchestrator/trajectories.py`,
+  `trainer/batch.py`: rows cut or filled up at the end, sliced, padded) was read at 559b44772 and not run: it has no adapter yet.
+- NeMo-RL's rollout loop (`nemo_rl/experience/rollouts.py`, read at 7ea279abf) takes any policy that generates, but what makes tokens,
+  logprobs and routes of an engine's outputs is a group of Ray workers around a vLLM engine. It has no adapter yet.
+- ROLL's rollouts (`roll/distributed/scheduler`, read at 8eb27cc2) are Ray actors, a router and a cluster of workers around an engine. They
+  have no adapter yet."""
+
+
 def stacks_page() -> Iterator[str]:
     """docs/stacks.md."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
@@ -35,6 +49,7 @@ def stacks_page() -> Iterator[str]:
     yield from _table(results)
     yield from _failing(results)
     yield from _left_out(results)
+    yield UNDRIVEN
 
 
 def _parts(results: list[dict[str, Any]]) -> Iterator[str]:

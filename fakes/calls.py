@@ -42,9 +42,11 @@ class Wire:
 
     def send(self, call_id: int) -> bool:
         """Send the reply of a call off; whether it arrives whole, as far as can be told by now."""
-        if self.stream is not None and self.open:
+        if not self.open:
+            return False
+        if self is not AT_HAND:
             self.sent = call_id
-        return self.open
+        return True
 
 
 AT_HAND = Wire()
@@ -173,8 +175,9 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
     )
 
 
-def broken_off(call: EngineCall, policy: CodedPolicy, flavour: Flavour, label: Version) -> Reply:
-    """What a stream had brought when its server died: an error with the tokens so far, which nobody received whole."""
+def broken_off(call: EngineCall, version: int, policy: CodedPolicy, flavour: Flavour, label: Version) -> Reply:
+    """What a stream had brought when its server, of weights ``version``, died: an error with the tokens so far, and nobody has it whole."""
+    call.settle(version)
     reply = reply_to(call, FinishReason.ABORT, policy, flavour, label)
     output = replace(reply.output, finish_reason=FinishReason.ERROR, routes=None, native="", message="")
     return replace(reply, output=output, delivered=False, true_rows=None)

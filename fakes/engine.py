@@ -218,8 +218,7 @@ class FakeEngine:
         self._recorder.record(Fault(what="death", server_id=self.server_id))
         for call in self._batch.clear():
             if call.wire.stream is not None and call.sampled:
-                call.settle(self.version)
-                self._recorder.record(broken_off(call, self.policy, self.flavour, self.label))
+                self._recorder.record(broken_off(call, self.version, self.policy, self.flavour, self.label))
             if not call.future.done():
                 call.future.set_exception(self._died())
         if self._drained is not None and not self._drained.done():
@@ -375,7 +374,7 @@ class FakeEngine:
             self._task = loop.create_task(self._run(), name=f"engine {self.server_id}", context=context)
 
     def _has_work(self) -> bool:
-        if not self.alive or not self.in_flight:
+        if not self.alive or not (self._batch.running or self._batch.queue):
             return False
         return self._pause is None or (self._pause is PauseMode.WAIT and any(call.started for call in self.in_flight))
 
@@ -386,6 +385,8 @@ class FakeEngine:
                 await asyncio.sleep(self.options.step)
                 if self._has_work():
                     self._batch.step()
+                    if not self.options.step:
+                        self._batch.hurry(only_started=self.paused)
                 self._tell_drained()  # an admission, too, may end the last call: one that was evicted on its last token
         except Exception as error:  # noqa: BLE001 - a fault of the fake must reach the callers, or they would wait for ever
             for call in self._batch.clear():

@@ -2,7 +2,7 @@
 
 A stream that breaks off has brought some of the reply's tokens, and nobody but the stack knows how many. It may drop them and make the
 call again, or keep them and go on from there: both are right. Which it did shows in its next call, or where there is none in the
-sample; what it keeps must be a beginning of what was sampled.
+sample; what it keeps must be a beginning of what was sampled. Of a reply in one piece it may have all or nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def streamed(attempt: Attempt) -> bool:
 def keep_partials(view: RequestView) -> None:
     """Take what the stack kept of broken streams for replies that it received (``Attempt.kept``), as far as it shows by now."""
     for attempt in view.attempts:
-        if not streamed(attempt) or not attempt.replies or attempt.consumed is not None:
+        if not (streamed(attempt) or attempt.broke) or not attempt.replies or attempt.consumed is not None:
             continue
         later = view.attempts[attempt.number + 1 : attempt.number + 2]
         if later:
@@ -42,7 +42,7 @@ def keep_partials(view: RequestView) -> None:
         count = _common(reply.output.token_ids, shown[len(sent) :]) if shown[: len(sent)] == sent else 0
         if count == len(reply.output.token_ids) and reply.delivered:
             attempt.kept = reply
-        elif count:
+        elif count and streamed(attempt):
             attempt.kept = _beginning(reply, count, min(reply.index, moment - 1))
 
 

@@ -214,7 +214,7 @@ class Judge:
             attempt = Attempt(number=len(view.attempts), call=event)
             view.attempts.append(attempt)
             self._calls[event.call_id] = (view, attempt)
-            if attempt.number and streamed(view.attempts[-2]):
+            if attempt.number and (streamed(view.attempts[-2]) or view.attempts[-2].broke):
                 keep_partials(view)
         for request_id in event.candidates:
             if request_id in self.context.open:
@@ -252,7 +252,7 @@ class Judge:
             self._close(view)
 
     def _close(self, view: RequestView) -> None:
-        if view.attempts and streamed(view.attempts[-1]):
+        if view.attempts and (streamed(view.attempts[-1]) or view.attempts[-1].broke):
             keep_partials(view)
         view.settle()
         view.neighbours = [*self._ended, *(other for other in list(self.context.open.values())[:_NEIGHBOURS] if other is not view)]

@@ -233,9 +233,9 @@ class Observation(Event):
 class Fault(Event):
     """The harness or the network did harm.
 
-    ``what`` is ``death``, ``revive``, ``lost-reply``, ``broken-stream`` (a reply that was sent in parts, and of which nobody knows how
-    many its caller received), ``duplicate-reply``, ``late-reply``, ``reject``, ``update-failure``, ``update-hung`` (an update that
-    outlasted the deadline), ``retag``.
+    ``what`` is ``death``, ``revive``, ``lost-reply``, ``broken-stream`` (a reply that was sent, and of which nobody knows how much its
+    caller received), ``duplicate-reply``, ``late-reply``, ``reject``, ``update-failure``, ``update-hung`` (an update that outlasted the
+    deadline), ``retag``.
     """
 
     kind: ClassVar[str] = "fault"

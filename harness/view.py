@@ -43,7 +43,7 @@ class Attempt:
 
     @property
     def broke(self) -> bool:
-        """Whether a reply that was sent off as a stream may have come in part."""
+        """Whether a reply that was sent may have come in part, or not at all."""
         return any(fault.what == "broken-stream" for fault in self.faults)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, ClassVar, TypeAlias
 from urllib.parse import parse_qs
 
@@ -17,8 +17,24 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from rollproof.fakes.failures import BadCall, ReplyLost, ServerDied
 from rollproof.fakes.http.bodies import BadRequest, Uncaught, json_object
 from rollproof.fakes.http.fault_plan import Faults, WireFault, WireFaultKind
+from rollproof.fakes.http.watching import Watch, Watches
 
-__all__ = ["Answer", "Asked", "Cut", "Ending", "Endpoints", "Events", "Face", "Handler", "Message", "Receive", "Scope", "Send", "Wrong"]
+__all__ = [
+    "Answer",
+    "Asked",
+    "Cut",
+    "Ending",
+    "Endpoints",
+    "Events",
+    "Face",
+    "Handler",
+    "Message",
+    "Receive",
+    "Scope",
+    "Send",
+    "Whole",
+    "Wrong",
+]
 
 Message: TypeAlias = MutableMapping[str, Any]
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -27,18 +43,16 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 _LINGER = 1000
 """Milliseconds for which a closed connection may take to send what is written."""
-_WATCH_AFTER = 0.05
-"""Seconds after which somebody looks whether the client is still there: a task for that costs more than a short call takes."""
 
 
 class Asked:
     """A request that was read: ``path``, ``raw`` body, ``scope`` as ASGI has it.
 
     ``lost`` says that its answer will not arrive whole, ``late`` by how many seconds the engine answers it late. ``abandoned``: whoever
-    read a stream of it has gone; ``broken`` is told of a stream of which nobody knows how far it came.
+    read a stream of it has gone; ``streamed``: the answer is one; ``broken`` are told where nobody knows how much of the answer arrived.
     """
 
-    __slots__ = ("_body", "_cycle", "abandoned", "broken", "late", "lost", "path", "raw", "scope")
+    __slots__ = ("_body", "_cycle", "abandoned", "broken", "late", "lost", "path", "raw", "scope", "streamed")
 
     def __init__(self, scope: Scope, raw: bytes, cycle: object = None) -> None:
         self.scope: Scope = scope
@@ -47,9 +61,17 @@ class Asked:
         self.lost: bool = False
         self.late: float = 0.0
         self.abandoned: bool = False
+        self.streamed: bool = False
         self.broken: list[Callable[[], None]] = []
         self._body: dict[str, Any] | None = None
         self._cycle = cycle
+        if hasattr(cycle, "disconnected"):
+            cycle.asked = self  # type: ignore[attr-defined]  # ``serving`` looks there when the connection is lost later
+
+    def tell_broken(self) -> None:
+        """Nobody knows how much of the answer arrived."""
+        for tell in self.broken:
+            tell()
 
     def left(self) -> bool:
         """Whether the client has gone away, as far as the server has noticed: uvicorn's cycle of request and response knows."""
@@ -93,11 +115,26 @@ class Events:
 
     __slots__ = ("parts",)
 
-    def __init__(self, parts: AsyncIterator[bytes]) -> None:
-        self.parts: AsyncIterator[bytes] = parts
+    def __init__(self, parts: AsyncGenerator[bytes]) -> None:
+        self.parts: AsyncGenerator[bytes] = parts
 
 
-Answer: TypeAlias = "Response | Events"
+class Whole:
+    """An answer of JSON that is written already, with status 200."""
+
+    __slots__ = ("body",)
+    status_code: ClassVar[int] = 200
+
+    def __init__(self, body: bytes) -> None:
+        self.body: bytes = body
+
+    @property
+    def raw_headers(self) -> list[tuple[bytes, bytes]]:
+        """As starlette's responses have them."""
+        return [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
+
+
+Answer: TypeAlias = "Response | Events | Whole"
 Handler: TypeAlias = Callable[[Asked], Awaitable[Answer]]
 Wrong: TypeAlias = Callable[[BadRequest], Mapping[str, Any]]
 """How a server words a refusal: the JSON object that it sends."""
@@ -133,6 +170,7 @@ class Face:
             (self._below if path.endswith("/*") else self._exact)[path.removesuffix("*")] = methods
         self._wrong, self._most, self._faults, self._alive = wrong, most, faults, alive
         self._not_found, self._not_allowed = not_found, not_allowed
+        self._watches = Watches()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -179,17 +217,7 @@ class Face:
         return found or JSONResponse(self._not_allowed, 405, {"allow": ", ".join(methods)})
 
     async def _served(self, handler: Handler, asked: Asked, send: Send) -> None:
-        answer = await self._answer(handler, asked)
-        if not isinstance(answer, Events):
-            await _deliver(answer, send)
-            return
-        whole = False
-        try:
-            await _deliver(answer, send)
-            whole = not asked.left()
-        finally:
-            for tell in () if whole else asked.broken:
-                tell()
+        await _handed_over(await self._answer(handler, asked), asked, send)
 
     async def _answer(self, handler: Handler, asked: Asked) -> Answer:
         try:
@@ -211,7 +239,7 @@ class Face:
             answer = await self._answer(handler, asked)
             if not isinstance(answer, Events):
                 await asyncio.sleep(asked.late)  # where no engine was asked
-            await _deliver(answer, send)
+            await _handed_over(answer, asked, send)
             return
         asked.lost = True  # the engine is told, so that the trace says that nobody received its reply
         answer = await self._answer(handler, asked)
@@ -224,10 +252,10 @@ class Face:
 
     async def _watched(self, work: Any, scope: Scope, receive: Receive, send: Send) -> None:
         """Do ``work``, and end it where the client goes away meanwhile."""
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        task = asyncio.current_task()
         assert task is not None
-        watch = _Watch(receive, task)
-        timer = loop.call_later(_WATCH_AFTER, watch.begin)
+        watch = Watch(receive, task)
+        self._watches.add(watch)
         try:
             await work
         except (ServerDied, ReplyLost):
@@ -239,33 +267,7 @@ class Face:
                 raise
             await _cut(scope, send)  # the server ends, and would tell of everything that it cancels with a traceback
         finally:
-            timer.cancel()
-            watch.end()
-
-
-class _Watch:
-    """Waits for the client to go away, and then cancels what is done for it."""
-
-    __slots__ = ("_receive", "_task", "_waiting", "vanished")
-
-    def __init__(self, receive: Receive, task: asyncio.Task[Any]) -> None:
-        self._receive, self._task = receive, task
-        self._waiting: asyncio.Task[None] | None = None
-        self.vanished = False
-
-    def begin(self) -> None:
-        self._waiting = asyncio.get_running_loop().create_task(self._wait())
-
-    def end(self) -> None:
-        if self._waiting is not None and self._waiting is not asyncio.current_task():
-            self._waiting.cancel()
-
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not self._task.done():
-            self.vanished = True
-            self._task.cancel()
+            self._watches.end(watch)
 
 
 async def _read(scope: Scope, receive: Receive, most: int) -> bytes | None:
@@ -288,13 +290,27 @@ async def _read(scope: Scope, receive: Receive, most: int) -> bytes | None:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def _deliver(answer: Answer, send: Send) -> None:
-    if isinstance(answer, Events):
+async def _handed_over(answer: Answer, asked: Asked, send: Send) -> None:
+    """Send an answer; a stream only for as long as somebody listens."""
+    if not isinstance(answer, Events):
+        await _deliver(answer, send)
+        return
+    whole, asked.streamed = False, True
+    try:
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         async for part in answer.parts:
             await send({"type": "http.response.body", "body": part, "more_body": True})
+            if asked.left():
+                await answer.parts.aclose()
+                return
         await send({"type": "http.response.body", "body": b""})
-        return
+        whole = not asked.left()
+    finally:
+        if not whole:
+            asked.tell_broken()
+
+
+async def _deliver(answer: Response | Whole, send: Send) -> None:
     await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
     await send({"type": "http.response.body", "body": answer.body})
 

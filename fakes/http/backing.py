@@ -183,8 +183,7 @@ class Backing:
         token = None if owner is None else CURRENT_REQUEST.set(owner)
         wire = Wire(stream, heard, delivered=not asked.lost, late=asked.late, left=asked.left)
         asked.late = 0.0
-        if stream is not None:
-            asked.broken.append(partial(self._broke, wire))
+        asked.broken.append(partial(self._broke, wire))
         output = None
         try:
             output = await self.engine.generate(
@@ -240,9 +239,10 @@ class Backing:
         self.engine.relabel(label)
 
     def _broke(self, wire: Wire) -> None:
-        """Record that a reply which was taken for delivered may have come in part: its client left while it was sent."""
+        """Record that a reply which was taken for delivered may have come in part, or not at all: its client left before it had read it."""
         if wire.sent is not None:
             self.recorder.record(Fault(what="broken-stream", server_id=self.engine.server_id, call_id=wire.sent))
+            wire.sent = None
 
     def _befell(self, fault: WireFault, path: str) -> None:
         """Record what the engine knows nothing of; a reply that is lost or cut short it records itself, with its call."""

@@ -70,9 +70,20 @@ def token_ids(value: Any, name: str, vocab: int) -> tuple[int, ...]:
     return tuple(value)
 
 
+class _Words(dict[int, str]):
+    """The word of each token, made once: there are as many as the vocabulary has."""
+
+    def __missing__(self, token: int) -> str:
+        word = self[token] = f"w{token}"
+        return word
+
+
+_WORDS = _Words()
+
+
 def text_of(tokens: Sequence[int]) -> str:
     """The fake's words for tokens: ``w5 w6``."""
-    return " ".join([f"w{token}" for token in tokens])
+    return " ".join(map(_WORDS.__getitem__, tokens))
 
 
 def words_of(text: str, vocab: int) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from rollproof.fakes.http import vllm_call as written
-from rollproof.fakes.http.asgi import Answer, Asked, Handler
+from rollproof.fakes.http.asgi import Answer, Asked, Handler, Whole
 from rollproof.fakes.http.backing import Backing
 from rollproof.fakes.http.bodies import BadRequest, dumped, field, token_ids
 from rollproof.fakes.http.vllm_call import VllmCall
@@ -59,7 +59,7 @@ class _Private:
         if output.routes is not None:
             routes = output.routes.tolist() if self._backing.options.nested_routes else written.described(output.routes)
         choice = {"token_ids": list(output.token_ids), "finish_reason": written.finish_of(output), "logprobs": logprobs}
-        return Response(dumped({"choices": [{**choice, "routed_experts": routes}]}), media_type="application/json")
+        return Whole(dumped({"choices": [{**choice, "routed_experts": routes}]}))
 
     async def skyrl_lora(self, asked: Asked) -> Answer:
         body = asked.body()

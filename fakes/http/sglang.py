@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from rollproof.engine_terms import StreamMode
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.failures import BadCall, EnginePaused, TransferFailed
-from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face, Handler
+from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face, Handler, Whole
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, field
 from rollproof.fakes.http.sglang_call import SglangCall, indexed, last_logprob, native_chunk, native_reply, shown_version
@@ -119,9 +119,9 @@ class _Native:
         if call.stream:
             return Events(self._stream(asked, calls, listed=call.listed))
         if not call.listed:
-            return Response(await self._reply(asked, calls[0]), media_type="application/json")
+            return Whole(await self._reply(asked, calls[0]))
         replies = await asyncio.gather(*(self._reply(asked, wanted) for wanted in calls))
-        return Response(b"[" + b",".join(replies) + b"]", media_type="application/json")
+        return Whole(b"[" + b",".join(replies) + b"]")
 
     async def abort(self, asked: Asked) -> Answer:
         body = asked.body()
@@ -282,7 +282,7 @@ class _Native:
         output = await self._backing.generate(asked, wanted, unique=True)
         return native_reply(wanted, output, time.perf_counter() - begun, self._backing)
 
-    async def _stream(self, asked: Asked, calls: list[Wanted], *, listed: bool) -> AsyncIterator[bytes]:
+    async def _stream(self, asked: Asked, calls: list[Wanted], *, listed: bool) -> AsyncGenerator[bytes]:
         """All tokens so far in each event (or the new ones, where the server streams so); with the last come routes and the reason."""
         ready: asyncio.Queue[bytes | None] = asyncio.Queue()
         tasks = [asyncio.ensure_future(self._streamed(asked, one, number if listed else None, ready)) for number, one in enumerate(calls)]
@@ -331,7 +331,7 @@ class _Native:
         ready.put_nowait(Ending(_event(last if index is None else indexed(last, index))))
 
 
-async def _refused(error: BadRequest) -> AsyncIterator[bytes]:
+async def _refused(error: BadRequest) -> AsyncGenerator[bytes]:
     yield _refusal(str(error))
     yield b"data: [DONE]\n\n"
 

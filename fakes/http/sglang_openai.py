@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from rollproof.engine_terms import StreamMode
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.failures import BadCall
-from rollproof.fakes.http.asgi import Answer, Asked, Ending, Events
+from rollproof.fakes.http.asgi import Answer, Asked, Ending, Events, Whole
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, dumped, field, text_of, token_ids, words_of
 from rollproof.fakes.http.sglang_call import UNLIMITED, SglangCall, finish_of, last_logprob, meta_of, shown_version
@@ -123,9 +123,9 @@ class OpenAI:
             if call.samples > 1:
                 extension["spec_tokens_details"] = []
             reply["sglext"] = extension
-        return Response(dumped(reply), media_type="application/json")
+        return Whole(dumped(reply))
 
-    async def _stream(self, asked: Asked, body: Mapping[str, Any], call: SglangCall, form: _Completion) -> AsyncIterator[bytes]:
+    async def _stream(self, asked: Asked, body: Mapping[str, Any], call: SglangCall, form: _Completion) -> AsyncGenerator[bytes]:
         """Deltas; the reason comes with the last one, or in a chunk of its own, then routes, usage where asked, and the end mark."""
         ready: asyncio.Queue[tuple[int, Wanted, list[int], list[float]] | None] = asyncio.Queue()
         wanted_calls = list(call.wanted())

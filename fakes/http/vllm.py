@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
-
-from starlette.responses import Response
 
 from rollproof.engine_terms import StreamMode
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.failures import BadCall
 from rollproof.fakes.http import vllm_call as written
-from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face
+from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, Face, Whole
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, dumped, field, token_ids, words_of
 from rollproof.fakes.http.private import private_endpoints
@@ -65,6 +63,7 @@ def vllm_app(backing: Backing) -> Face:
         "/metrics": {"GET": control.metrics},
         "/kv_event_sources": {"GET": control.event_sources},
         "/get_world_size": {"GET": control.world_size},
+        "/server_info": {"GET": control.server_info},
         "/health": {"GET": control.health},
         "/ping": {"GET": control.health, "POST": control.health},
         "/version": {"GET": control.version},
@@ -205,7 +204,7 @@ class _Calls:
             return [await self._backing.generate(asked, wanted[0])]
         return list(await asyncio.gather(*(self._backing.generate(asked, one) for one in wanted)))
 
-    async def _streamed(self, asked: Asked, call: VllmCall, part: Part) -> AsyncIterator[bytes]:
+    async def _streamed(self, asked: Asked, call: VllmCall, part: Part) -> AsyncGenerator[bytes]:
         """Deltas; the last tokens of a choice come with its reason, then usage where asked, and the end mark."""
         ready: asyncio.Queue[tuple[int, list[int], list[float]] | int] = asyncio.Queue()
         wanted = call.wanted()
@@ -254,13 +253,13 @@ class _Calls:
         yield b"data: [DONE]\n\n"
 
 
-async def _failed(error: BadRequest) -> AsyncIterator[bytes]:
+async def _failed(error: BadRequest) -> AsyncGenerator[bytes]:
     yield _event(_wrong(error))
     yield b"data: [DONE]\n\n"
 
 
-def _compact(body: Mapping[str, Any]) -> Response:
-    return Response(dumped(body), media_type="application/json")
+def _compact(body: Mapping[str, Any]) -> Whole:
+    return Whole(dumped(body))
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

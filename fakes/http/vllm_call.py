@@ -177,6 +177,8 @@ def completion_choice(call: VllmCall, index: int, prompt: Sequence[int], output:
     if call.top is not None and output.logprobs is not None:
         logprobs = completion_logprobs(call, output.token_ids, output.logprobs.tolist())
     echoed = _echoed(call, prompt, logprobs, backing) if call.body.get("echo") and logprobs is not None else None
+    if echoed is None and call.prompt_logprobs:
+        echoed = prompt_logprobs(prompt, backing)
     return {
         "index": index,
         "text": f"{text_of(prompt)} {text}" if call.body.get("echo") else text,

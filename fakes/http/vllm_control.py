@@ -163,6 +163,18 @@ class Control:
     async def detokenize(self, asked: Asked) -> Answer:
         return JSONResponse({"prompt": text_of(token_ids(asked.body().get("tokens"), "tokens", self._backing.vocab))})
 
+    async def server_info(self, asked: Asked) -> Answer:
+        """The part of the start-up configuration that clients read, as text or as JSON."""
+        form = asked.query("config_format", "text")
+        if form not in ("text", "json"):
+            raise BadRequest("1 validation error: config_format must be text or json.", malformed=True, param="query.config_format")
+        config = {
+            "model_config": {"model": "fake", "max_model_len": self._backing.max_length},
+            "scheduler_config": {"max_num_seqs": self._backing.options.engine.max_batch},
+            "weight_transfer_config": {"backend": "nccl"},
+        }
+        return JSONResponse({"vllm_config": config if form == "json" else str(config), "vllm_env": {}, "system_env": {}})
+
     async def metrics(self, asked: Asked) -> Answer:
         loads = self._backing.loads()
         lines = [f"vllm:num_requests_{name} {loads[name]}" for name in ("running", "waiting")]

@@ -40,6 +40,7 @@ STACKS: Mapping[str, str] = {
     "trl": "rollproof.stacks.trl",
     "openrlhf": "rollproof.stacks.openrlhf",
     "slime": "rollproof.stacks.slime",
+    "areno": "rollproof.stacks.areno",
     "miles": "rollproof.stacks.miles",
 }
 """Name of each stack, and the module with its ``RELEASE`` and ``load(found) -> Stack``."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rollproof.errors import TraceError
 from rollproof.store.values import show
 
-__all__ = ["DTYPES", "AnyArray", "as_array", "name_of"]
+__all__ = ["DTYPES", "AnyArray", "as_array", "name_of", "narrowed", "stored_as"]
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -28,6 +28,39 @@ _MAX_RANK = 8
 def name_of(dtype: np.dtype[Any]) -> str:
     """The name of an element type, of either byte order."""
     return dtype.name
+
+
+_WORTH = 1 << 10
+"""Elements from which on an array is looked at for a narrower type."""
+_NARROW = tuple(DTYPES[name] for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32"))
+
+
+def narrowed(array: AnyArray) -> AnyArray:
+    """A copy of integers in the smallest type that holds them, where that is smaller than their own and they are many; else ``array``.
+
+    SGLang's rows are int32, of which a model with at most 256 experts uses a quarter: the rest need not be copied, summed and written.
+    """
+    kind = array.dtype
+    if kind.kind not in "iu" or kind.itemsize == 1 or array.size < _WORTH:
+        return array
+    flat = array.reshape(-1)
+    low, high = int(np.minimum.reduce(flat)), int(np.maximum.reduce(flat))
+    for small in _NARROW:
+        if small.itemsize >= kind.itemsize:
+            return array
+        bounds = np.iinfo(small)
+        if bounds.min <= low and high <= bounds.max:
+            return array.astype(small, order="C")
+    return array
+
+
+def stored_as(name: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """The element type of an array and that of its bytes, by a name such as ``int32`` or ``int32/uint8``. Raises ``TraceError``."""
+    wide, _, small = name.partition("/")
+    kinds = DTYPES.get(wide), DTYPES.get(small or wide)
+    if kinds[0] is None or kinds[1] is None or not np.can_cast(kinds[1], kinds[0], "safe"):
+        raise TraceError(f"An array has element type {show(name)}; a trace holds {list(DTYPES)}.")
+    return kinds[0], kinds[1]
 
 
 def as_array(data: Any, dtype: np.dtype[Any], shape: Any, start: int = 0, size: int | None = None) -> AnyArray:

@@ -1,7 +1,8 @@
 """Columns: events as rows of an Arrow table, and back.
 
 One row an event: its episode, kind, index and time, the small fields as JSON (``body``), integer lists and arrays aside.
-Bytes of arrays are little-endian, C order; on reading they are views of the batch, not copies, and read-only.
+Bytes of arrays are little-endian, C order; on reading they are views of the batch, not copies, and read-only. Integers that a narrower type
+holds are stored in that (``int32/uint8``), and read back as copies in their own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +18,9 @@ import numpy.typing as npt
 import orjson
 
 from rollproof.errors import TraceError
-from rollproof.store.arrays import DTYPES, AnyArray, as_array, name_of
+from rollproof.store.arrays import DTYPES, AnyArray, as_array, name_of, narrowed, stored_as
 from rollproof.store.values import parse_json, show
-from rollproof.store.wire import decode_event, decode_header, encode_event, encode_header
+from rollproof.store.wire import decode_event, decode_header, encode_fields, encode_header
 from rollproof.trace import Event, Header
 
 if TYPE_CHECKING:
@@ -62,15 +64,21 @@ class _Aside:
 
     def __init__(self) -> None:
         self.lists: list[tuple[int, ...]] = []
-        self.arrays: list[AnyArray] = []
+        self.arrays: list[tuple[str, AnyArray]] = []
         self.size: int = 0
 
     def put_array(self, array: AnyArray) -> Any:
         """Keep a copy: what a stack later does to its buffer does not reach the trace. What nobody may write to is kept as it is."""
-        kind, flags = DTYPES[name_of(array.dtype)], array.flags
-        whole = not flags.writeable and array.base is None and flags.c_contiguous and array.dtype == kind
-        self.arrays.append(array if whole else np.array(array, dtype=kind, order="C"))
-        self.size += array.nbytes
+        name = name_of(array.dtype)
+        small = narrowed(array)
+        if small is not array:
+            name = f"{name}/{name_of(small.dtype)}"
+        else:
+            kind, flags = DTYPES[name], array.flags
+            whole = not flags.writeable and array.base is None and flags.c_contiguous and array.dtype == kind
+            small = array if whole else np.array(array, dtype=kind, order="C")
+        self.arrays.append((name, small))
+        self.size += small.nbytes
         return {"$array": len(self.arrays) - 1}
 
     def put_integers(self, values: tuple[int, ...]) -> Any:
@@ -107,8 +115,8 @@ class Rows:
     def add_event(self, episode: int, event: Event) -> None:
         """Add an event. Raises ``TraceError`` for one that cannot be stored; then nothing was added."""
         aside = _Aside()
-        wire = encode_event(event, aside)
-        head = (episode, wire.pop("kind"), wire.pop("index", -1), wire.pop("time", 0.0))
+        wire = encode_fields(event, aside)
+        head = (episode, event.kind, wire.pop("index", -1), wire.pop("time", 0.0))
         if not isinstance(head[3], float):
             raise TraceError(f"The {event.kind} event cannot be stored: its time is {event.time}.")
         self._add((*head, _json(wire)), aside)
@@ -125,7 +133,7 @@ class Rows:
         of = schema().field
         lists = [one for aside in self._asides for one in aside.lists]
         arrays = [one for aside in self._asides for one in aside.arrays]
-        flat = np.concatenate([np.array(one, dtype=np.int64) for one in lists]) if lists else np.zeros(0, np.int64)
+        flat = np.fromiter(chain.from_iterable(lists), np.int64)
         integers, array = of("integers").type, of("arrays").type.value_type
         inner = _lists(map(len, lists), pa.array(flat), integers.value_type)
         columns = [
@@ -168,14 +176,15 @@ def _lists(lengths: Iterable[int], values: Any, kind: Any) -> Any:
     return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), values, type=kind)
 
 
-def _structs(arrays: list[AnyArray], kind: Any) -> pa.StructArray:
+def _structs(named: list[tuple[str, AnyArray]], kind: Any) -> pa.StructArray:
     import pyarrow as pa
 
+    arrays = [array for _, array in named]
     starts = np.cumsum([0, *(one.nbytes for one in arrays)], dtype=np.int64).tobytes()
     joined = b"".join([one.data for one in arrays])
     lengths = pa.array([n for one in arrays for n in one.shape], pa.int64())
     children = [
-        pa.array([name_of(one.dtype) for one in arrays], pa.string()),
+        pa.array([name for name, _ in named], pa.string()),
         _lists((one.ndim for one in arrays), lengths, kind.field("shape").type),
         pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(arrays), [None, pa.py_buffer(starts), pa.py_buffer(joined)]),
     ]
@@ -245,12 +254,14 @@ class _Batch:
 
     def array_at(self, place: int) -> AnyArray:
         """The array of that number, counted over the batch."""
-        dtype = DTYPES.get(self._dtypes[place])
-        if dtype is None:
-            raise TraceError(f"An array has element type {show(self._dtypes[place])}; a trace holds {list(DTYPES)}.")
+        dtype, small = stored_as(self._dtypes[place])
         start, end = int(self._starts[place]), int(self._starts[place + 1])
         lengths = self._shapes[self._shape_offsets[place] : self._shape_offsets[place + 1]].tolist()
-        return as_array(self._bytes, dtype, lengths, start, end - start)
+        array = as_array(self._bytes, small, lengths, start, end - start)
+        if small is not dtype:
+            array = array.astype(dtype)
+            array.flags.writeable = False
+        return array
 
 
 def _view(array: pa.Array[Any]) -> npt.NDArray[Any]:

@@ -29,6 +29,7 @@ __all__ = [
     "decode_event",
     "decode_header",
     "encode_event",
+    "encode_fields",
     "encode_header",
     "misfit_of",
     "newer_schema",
@@ -57,9 +58,14 @@ class Parts(Protocol):
 
 def encode_event(event: Event, parts: Parts) -> dict[str, Any]:
     """``{"kind": ..., field: ...}``. Raises ``TraceError`` for a kind or a value that no trace can hold."""
+    return {"kind": event.kind, **encode_fields(event, parts)}
+
+
+def encode_fields(event: Event, parts: Parts) -> dict[str, Any]:
+    """The same without the kind."""
     if EVENT_KINDS.get(event.kind) is not type(event):
         raise TraceError(f"{type(event).__name__} is not a kind of event that a trace holds; those are {sorted(EVENT_KINDS)}.")
-    return {"kind": event.kind, **_write(event, parts, f"{event.kind} event")}
+    return _write(event, parts, f"{event.kind} event")
 
 
 def decode_event(wire: Any, parts: Parts) -> Event:
@@ -134,7 +140,7 @@ _NOWHERE = _Nowhere()
 class _Codec:
     """How values of one type are written and read. Both raise ``Misfit``.
 
-    ``quick`` are types whose values nearly always stand in the JSON as they are: text that is ASCII, integers that are not huge.
+    ``quick`` are types whose values nearly always stand in the JSON as they are: ASCII text, integers that are not huge, finite floats.
     """
 
     encode: Callable[[Any, Parts], Any]
@@ -211,7 +217,9 @@ def _record(cls: type[Any]) -> _Codec:
                 if kind is absent and item == default:
                     continue
                 # a served call is three events of twenty scalars: looking closer at each would cost as much as sampling it
-                if kind in quick and (item.isascii() if kind is str else kind is not int or -_SMALL < item < _SMALL):
+                if kind in quick and (
+                    -_SMALL < item < _SMALL if kind is int else item.isascii() if kind is str else kind is not float or item - item == 0.0
+                ):
                     out[name] = item
                 else:
                     out[name] = write(item, parts)
@@ -265,7 +273,7 @@ _SMALL = 1 << 62
 
 
 def _scalar(allowed: frozenset[Any]) -> _Codec:
-    return _Codec(lambda value, _: write_scalar(value, allowed), lambda wire, _: read_scalar(wire, allowed), allowed - {float})
+    return _Codec(lambda value, _: write_scalar(value, allowed), lambda wire, _: read_scalar(wire, allowed), allowed)
 
 
 def _enum(cls: type[Enum]) -> _Codec:
@@ -366,6 +374,8 @@ def _mapping(key: Any, item: Any) -> _Codec:
     inner = _codec(item)
 
     def encode(value: Any, parts: Parts) -> Any:
+        if type(value) is dict and not value:
+            return {}
         if not isinstance(value, Mapping) or not all(isinstance(one, key) and type(one) is not bool for one in value):
             raise Misfit(f"must be a mapping with keys of {key.__name__}, not {show(value)}")
         try:

@@ -38,6 +38,7 @@ BATCHES = {
     "trl": ("fixed-count-rows", "token-budget-rows"),
     "slime": ("rank-data",),
     "miles": ("rank-data",),
+    "areno": ("merged-rollouts",),
 }
 _LOADED: dict[str, Stack] = {}
 

@@ -34,7 +34,7 @@ def test_every_script_that_the_record_links_to_exists() -> None:
     assert {path.name for path in SCRIPTS} == set(re.findall(r"\(track_record/(\w+\.py)\)", RECORD))
 
 
-@pytest.mark.parametrize("stack", ["verl", "skyrl", "trl", "openrlhf", "miles"])
+@pytest.mark.parametrize("stack", ["verl", "skyrl", "trl", "openrlhf", "miles", "areno"])
 def test_the_record_holds_what_the_scripts_print_on_the_installed_release(stack: str) -> None:
     """Line by line, in a process of its own: the scripts and rollproof's adapters put different stand-ins into a framework."""
     if importlib.util.find_spec(stack) is None:
