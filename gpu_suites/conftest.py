@@ -22,6 +22,8 @@ from rollproof.gpu_suites.spending import Part, Spending
 from rollproof.plugin import STATE
 
 _BEGAN = time.perf_counter()
+_RUN: set[str] = set()
+"""Tests of this session that were not skipped."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,6 +59,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if settings.require_gpu:
         pytest.fail(f"{reason}; a GPU was required (--rollproof-require-gpu)", pytrace=False)
     pytest.skip(reason)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note that something was run."""
+    if report.when == "call" and not report.skipped:
+        _RUN.add(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where a GPU was required, a session that ran nothing is not green."""
+    required = session.config.stash[STATE].settings.require_gpu and not session.config.option.collectonly
+    if required and not _RUN and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        session.config.get_terminal_writer().line("\nnothing was run, and a GPU was required (--rollproof-require-gpu)", red=True)
+    _RUN.clear()
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from rollproof.engines.results import row_of, save_results
 from rollproof.engines.targets import REAL, engine_target
 from rollproof.errors import EngineStartError, RollproofError, UsageError
 from rollproof.progress import Progress
+from rollproof.telling import one_line
 
 __all__ = ["main", "row_names", "run_row"]
 
@@ -43,7 +44,7 @@ def run_row(name: str) -> dict[str, Any]:
         try:
             run = run_experiments(target, progress=_told)
         except EngineStartError as error:
-            return {"about": target.about, "not_started": str(error).splitlines()[0]}
+            return {"about": target.about, "not_started": one_line(str(error).partition("The end of its log")[0])}
         return row_of(judged(target.name, run), run, target.about)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,8 @@ def test_ctrl_c_leaves_nothing(model: Path) -> None:
     """A run from the command line that is interrupted while SGLang's processes start ends with code 130 and leaves nothing."""
     before = leftovers("sglang")
     command = [sys.executable, "-m", "rollproof", "verify", "--engine", "sglang", "--model", str(model)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a runner in the background hands on an ignored SIGINT
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed)
     try:
         end = time.monotonic() + 240
         while not any("sglang::scheduler" in one for one in leftovers("sglang") - before):

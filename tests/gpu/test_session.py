@@ -45,7 +45,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Runner:
         monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(*cards))
         pytester.makepyfile(test_suite=SUITE)
         result = pytester.runpytest_inprocess("-p", "rollproof.gpu_suites.conftest", "-rA", *options)
-        return result.parseoutcomes(), str(result.stdout)
+        return result.parseoutcomes(), f"{result.stdout}\nexit {int(result.ret)}"
 
     return on
 
@@ -99,3 +99,14 @@ def test_a_number_of_gpus_that_is_none(pytester: pytest.Pytester, value: str) ->
     told = pytester.runpytest_inprocess(f"--rollproof-gpus={value}")
     assert pytest.ExitCode.USAGE_ERROR == told.ret
     told.stderr.fnmatch_lines([f"ERROR: --rollproof-gpus='{value}' is not a number of GPUs, such as 1 or 4."])
+
+
+def test_a_required_run_of_nothing_is_not_green(run: Runner) -> None:
+    """Where a GPU is required and every test that was asked for needs more cards, the session fails and says so."""
+    outcomes, told = run((Card(),), "--rollproof-require-gpu", "-k", "two")
+    assert {"skipped": 1, "deselected": 3} == outcomes
+    assert "nothing was run, and a GPU was required" in told
+    assert told.endswith("exit 1")
+    _, told = run((Card(),), "-k", "two")
+    assert "nothing was run" not in told
+    assert told.endswith("exit 0")
