@@ -30,7 +30,7 @@ from rollproof.scenarios import Scenarios
 from rollproof.soundness import sound_output, sound_request, sound_rollout
 from rollproof.store.values import show
 from rollproof.store.wire import misfit_of
-from rollproof.telling import told
+from rollproof.telling import told, told_with_place
 from rollproof.topics import ROLLOUTS
 from rollproof.trace import (
     Abort,
@@ -191,7 +191,7 @@ class Recording:
             self.submit(request)
             return Watched(
                 take=lambda native: self._ended(request, native, to_record),
-                fail=lambda error: self.result(request_id=request.request_id, error=told(error)),
+                fail=lambda error: self.result(request_id=request.request_id, error=told_with_place(error)),
                 request_id=request.request_id,
             )
 

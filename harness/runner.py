@@ -21,7 +21,7 @@ from rollproof.records import Request, Rollout
 from rollproof.soundness import ARRAYS, sound_rollout
 from rollproof.store.values import show
 from rollproof.subjects import SubjectFactory
-from rollproof.telling import told
+from rollproof.telling import told, told_with_place
 from rollproof.trace import Event, Gauge, Header, Recorder, Result, Submit, Trace
 
 __all__ = ["idle_contracts", "name_of", "run_case"]
@@ -216,7 +216,7 @@ class _Run:
             native = await _maybe(self.subject.rollout(asked))
         except BaseException as error:  # noqa: BLE001 - what the stack raises is an outcome to be judged
             blame(error, f"{self.name}.rollout")
-            self._end(request, error=told(error), watch=watch)
+            self._end(request, error=told_with_place(error), watch=watch)
             return
         if native is None:
             self._end(request, watch=watch)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["one_line", "told"]
+import sys
+import traceback
+from pathlib import Path
+
+__all__ = ["one_line", "told", "told_with_place"]
 
 _LONGEST = 2000
 """Characters of an exception's text that are told; some hold whole tensors."""
@@ -18,6 +22,15 @@ def told(error: BaseException) -> str:
         text = f"{text}: {told(error.exceptions[0])}"
     name = type(error).__name__
     return f"{name}: {text.removesuffix('.')}" if text else name
+
+
+def told_with_place(error: BaseException) -> str:
+    """As ``told``, with the last line of somebody's own code that the exception came through, such as ``(client.py:31, in generate)``."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package != "rollproof" and package not in sys.stdlib_module_names:
+            return f"{told(error)} ({Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name})"
+    return told(error)
 
 
 def one_line(text: str) -> str:

@@ -56,6 +56,7 @@ def _replay(factory: SubjectFactory, asked: Asked) -> Report:
         expected=asked.expected,
         recipe=asked.recipe,
         witness_dir=asked.witness_dir,
+        progress=asked.progress,
     )
 
 
@@ -63,7 +64,14 @@ def _layouts(factory: SubjectFactory, asked: Asked) -> Report:
     from rollproof.replay.layouts.judging import judge_layouts
 
     return judge_layouts(
-        factory, name=asked.name, profile=asked.profile, seed=asked.seed, only=asked.only, expected=asked.expected, recipe=asked.recipe
+        factory,
+        name=asked.name,
+        profile=asked.profile,
+        seed=asked.seed,
+        only=asked.only,
+        expected=asked.expected,
+        recipe=asked.recipe,
+        progress=asked.progress,
     )
 
 

@@ -12,6 +12,7 @@ from rollproof.checks import Check, Collector, request_check, trace_check
 from rollproof.contract import PartialOff, Provenance, ResumeBy
 from rollproof.invariants import aborts, calls, consumption, sweeps
 from rollproof.invariants.fold import Ending, Fold, Recent, case_option, keep
+from rollproof.invariants.wording import count
 from rollproof.records import FinishReason
 from rollproof.trace import Call, Fault, Gauge, Reply, Result, Submit
 from rollproof.view import RequestView
@@ -158,7 +159,7 @@ class _NoError(Fold):
             return
         replies = [attempt.consumed.output for attempt in attempts if attempt.consumed]
         last = (
-            f"its last reply had {len(replies[-1].token_ids)} tokens, finish reason {replies[-1].finish_reason}"
+            f"its last reply had {count(len(replies[-1].token_ids), 'token')}, finish reason {replies[-1].finish_reason}"
             if replies
             else "no reply came"
         )

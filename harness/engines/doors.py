@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.engines.conformance import EngineTarget, engine_registry, run_engine_conformance
-from rollproof.engines.targets import engine_names
+from rollproof.engines.targets import engine_names, require_installed
 from rollproof.errors import SubjectError, UsageError
 from rollproof.report import Report
 from rollproof.subjects import SubjectFactory
@@ -40,6 +40,8 @@ def judge_engine(factory: SubjectFactory, asked: Asked) -> Report:
     engine, model = (choice.engine, choice.model) if isinstance(choice, EngineChoice) else (choice, None)
     if not isinstance(engine, str | EngineTarget):
         raise SubjectError(f"An engine to be judged is a name or an EngineTarget, not {type(engine).__name__}.")
+    if isinstance(engine, str):
+        require_installed(engine)
     known = engine_registry()
     own = {name for check in known for name in (check.id, check.family)}
     only = [name for name in asked.only if name in own]

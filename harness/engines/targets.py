@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from rollproof.progress import Progress
 from rollproof.records import Scalar
 from rollproof.subjects import EngineSubject
 
-__all__ = ["REAL", "RealEngine", "engine_names", "engine_target", "fake_target"]
+__all__ = ["REAL", "RealEngine", "engine_names", "engine_target", "fake_target", "require_installed"]
 
 _FAKE = "fake-"
 _CROWDED_TOKENS = 256
@@ -27,7 +29,8 @@ _CROWDED_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealEngine:
-    """A released engine: where its adapter is (``module:class``), the packages that it is made of, and the tiny models of the two settings.
+    """A released engine: where its adapter is (``module:class``), the packages that it is made of, the module that is imported, and the tiny
+    models of the two settings.
 
     ``other_logprobs`` is the ``logprobs_mode`` of the crowded setting, so that one run sees both modes. ``extra`` are settings of
     the adapter that the run needs, ``crowded_extra`` more of them for the crowded setting. ``families`` are further tiny models on
@@ -37,6 +40,7 @@ class RealEngine:
     adapter: str
     packages: tuple[str, ...]
     about: str
+    module: str
     families: tuple[str, ...] = ()
     main: str = "qwen3_moe"
     crowded: str = "qwen3_moe"
@@ -55,6 +59,7 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
         "vllm": RealEngine(
             adapter="rollproof.engines.vllm:VllmEngine",
             packages=_VLLM,
+            module="vllm",
             about="AsyncLLM; where the KV cache is short, the offline LLM on a model with two groups of KV cache",
             crowded="afmoe",
             other_logprobs="processed_logprobs",
@@ -64,6 +69,7 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
         "vllm-offline": RealEngine(
             adapter="rollproof.engines.vllm:VllmEngine",
             packages=_VLLM,
+            module="vllm",
             about="the offline LLM",
             families=("olmoe", "deepseek_v3", "mixtral", "qwen3_next", "afmoe", "qwen3"),
             extra={"load": "edit", "offline": True},
@@ -71,6 +77,7 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
         "sglang": RealEngine(
             adapter="rollproof.engines.sglang:SglangEngine",
             packages=_SGLANG,
+            module="sglang",
             about="Engine; where the KV cache is short: sliding and full attention, weights from tensors, streams in parts, raw logprobs",
             families=("mellum", "olmoe", "mixtral", "afmoe", "deepseek_v3", "qwen3_next", "qwen3"),
             crowded="mellum",
@@ -82,6 +89,7 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
         "sglang-tensors": RealEngine(
             adapter="rollproof.engines.sglang:SglangEngine",
             packages=_SGLANG,
+            module="sglang",
             about="Engine, all of its weights from tensors",
             extra={**_RETRACTING, "load": "tensors"},
         ),
@@ -93,6 +101,16 @@ REAL: Mapping[str, RealEngine] = MappingProxyType(
 def engine_names() -> list[str]:
     """Every name that ``engine_target`` knows."""
     return [*REAL, *(f"{_FAKE}{flavour}" for flavour in FLAVOURS)]
+
+
+def require_installed(name: str) -> None:
+    """Raises ``EngineStartError`` where a released engine of that name is not installed in this interpreter, before anything is made for it."""
+    if name in REAL and importlib.util.find_spec(REAL[name].module) is None:
+        engine = REAL[name].module
+        raise EngineStartError(
+            f"{engine} is not installed in {sys.prefix}. What runs on a CPU, and how to install it, is in"
+            f' {Path(__file__).parent / "requirements" / engine}.txt; from a checkout, `nox -s "engines({engine})"` installs it and runs all.'
+        )
 
 
 def engine_target(
@@ -146,8 +164,6 @@ def fake_target(flavour: str, *, seed: int = 0, make: Callable[[EngineSettings],
 def _real_target(
     name: str, engine: RealEngine, model: str | Path | None, folder: Path, seed: int, progress: Callable[[Progress], None] | None
 ) -> EngineTarget:
-    import importlib
-
     from rollproof.engines.reference import ReferenceModel
 
     def say(what: str) -> None:

@@ -6,7 +6,7 @@ Needs no model, no device and no process group: the adapter tells the function w
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from rollproof.contract import Contract, KvPolicy, Logprobs, ResumeBy, Rows, Ver
 from rollproof.errors import RollproofError, SubjectError, UsageError
 from rollproof.invariants.layout_calls import functions_read
 from rollproof.judge import judge
+from rollproof.progress import Progress
 from rollproof.replay.laid import Laid
 from rollproof.replay.layouts.calls import Call
 from rollproof.replay.layouts.cases import layout_calls
@@ -53,6 +54,7 @@ def judge_layouts(
     calls: Iterable[tuple[str, Call]] | None = None,
     expected: Mapping[str, str] | None = None,
     recipe: Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Put the layout functions of the ``LayoutSubject`` that ``factory`` makes to the cases of a profile, and report.
 
@@ -63,7 +65,7 @@ def judge_layouts(
     start = time.perf_counter()
     registry = default_registry().select(tuple(only) or ("layout",))
     read = functions_read(registry)
-    trace = record_layouts(factory, name=name, profile=profile, seed=seed, calls=calls, functions=read, recipe=recipe)
+    trace = record_layouts(factory, name=name, profile=profile, seed=seed, calls=calls, functions=read, recipe=recipe, progress=progress)
     return Report(
         subject=trace.header.subject,
         profile=profile,
@@ -86,6 +88,7 @@ def record_layouts(
     calls: Iterable[tuple[str, Call]] | None = None,
     functions: Container[str] | None = None,
     recipe: Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Trace:
     """One ``Laid`` event per call of the subject's functions (of those in ``functions``, where given). Raises as ``judge_layouts``."""
     label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
@@ -100,7 +103,9 @@ def record_layouts(
         else ((one, call) for one in names for call in layout_calls(one, subject.layout, seed=seed, draws=draws, numbers=numbers))
     )
     recorder = Recorder(lambda: 0.0)
-    for function, call in made:
+    for done, (function, call) in enumerate(made):
+        if progress is not None:
+            progress(Progress(done=done, total=0, what=f"{label}: call {done + 1:,}, {function}"))
         if _reason(subject, function, call, label) is None and (event := _call(subject, function, call)) is not None:
             recorder.record(event)
     return recorder.trace(Header(subject=label, contract=_CONTRACT, seed=seed, profile=profile, recipe=recipe, about="layouts"))
