@@ -7,6 +7,7 @@ import base64
 import gc
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,25 @@ def test_a_client_that_vanishes_from_a_stream_ends_its_call() -> None:
         await until(lambda: not backing.engine.in_flight)
 
     talk(ask)
+
+
+def test_steps_that_take_no_time_change_nothing_but_the_time() -> None:
+    """Several of them are done in one turn of the event loop: the replies are those of an engine that takes its time, aborts land, too."""
+
+    async def ask(step: float) -> tuple[list[Any], Any]:
+        engine = EngineOptions(max_batch=3, step=step, prefix_cache=True, prefill_chunk=4)
+        options = replace(OPTIONS, engine=engine, max_length=1_000_000)  # long enough for the abort to come in time
+        backing = Backing(options)
+        line = Line(sglang_app(backing))
+        bodies = [{**ASK, "rid": f"r{i}", "input_ids": [5, 6, i], "sampling_params": {"max_new_tokens": 5 * i + 1}} for i in range(6)]
+        replies = await asyncio.gather(*(line.ask("POST", "/generate", body) for body in bodies))
+        long = asyncio.ensure_future(line.ask("POST", "/generate", {**ASK, "rid": "x", "sampling_params": {"max_new_tokens": 900_000}}))
+        await until(lambda: any(call.sampled for call in backing.engine.in_flight))
+        await line.ask("POST", "/abort_request", {"rid": "x"})
+        shown = [(reply.json()["output_ids"], reply.json()["meta_info"]["routed_experts"]) for reply in replies]
+        return shown, (await long).json()["meta_info"]["finish_reason"]["type"]
+
+    assert asyncio.run(ask(0.001)) == asyncio.run(ask(0.0))
 
 
 def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
