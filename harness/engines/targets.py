@@ -29,8 +29,8 @@ _CROWDED_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealEngine:
-    """A released engine: where its adapter is (``module:class``), the packages that it is made of, the module that is imported, and the tiny
-    models of the two settings.
+    """A released engine: where its adapter is (``module:class``), the packages that it is made of, the ``module`` that is imported, and the
+    tiny models of the two settings.
 
     ``other_logprobs`` is the ``logprobs_mode`` of the crowded setting, so that one run sees both modes. ``extra`` are settings of
     the adapter that the run needs, ``crowded_extra`` more of them for the crowded setting. ``families`` are further tiny models on
@@ -104,13 +104,15 @@ def engine_names() -> list[str]:
 
 
 def require_installed(name: str) -> None:
-    """Raises ``EngineStartError`` where a released engine of that name is not installed in this interpreter, before anything is made for it."""
-    if name in REAL and importlib.util.find_spec(REAL[name].module) is None:
-        engine = REAL[name].module
-        raise EngineStartError(
-            f"{engine} is not installed in {sys.prefix}. What runs on a CPU, and how to install it, is in"
-            f' {Path(__file__).parent / "requirements" / engine}.txt; from a checkout, `nox -s "engines({engine})"` installs it and runs all.'
-        )
+    """Raises ``EngineStartError`` where a released engine of that name is not installed here, before anything is made for it."""
+    if name not in REAL or importlib.util.find_spec(REAL[name].module) is not None:
+        return
+    engine = REAL[name].module
+    requirements = Path(__file__).parent / "requirements" / f"{engine}.txt"
+    raise EngineStartError(
+        f"{engine} is not installed in {sys.prefix}. What runs on a CPU, and how to install it, is in {requirements}; from a checkout,"
+        f' `nox -s "engines({engine})"` installs it and runs everything.'
+    )
 
 
 def engine_target(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from rollproof.cli.app import run
+from rollproof.engines.doors import EngineChoice, judge_engine
+from rollproof.errors import EngineStartError
+from rollproof.topics import Asked
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> str:
@@ -80,3 +84,11 @@ def test_a_target_of_ones_own_is_a_subject(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*the chosen experts are not in the order of their scores*"])
+
+
+def test_an_engine_that_is_not_installed_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before tiny models are made for it, and with what to do about it."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
+    with pytest.raises(EngineStartError, match=r"^vllm is not installed in .*vllm\.txt; from a checkout, `nox -s "):
+        judge_engine(EngineChoice(engine="vllm-offline"), Asked(name="engine"))
