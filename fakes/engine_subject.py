@@ -160,7 +160,7 @@ class FakeEngineSubject:
 
     def _tell_end(self, output: EngineOutput, query: Query, watch: Watch, sample: int) -> None:
         tokens = output.token_ids
-        if query.stream is StreamMode.DELTA:
+        if query.stream is StreamMode.DELTA and query.samples == 1:
             tokens = tokens[-1:] if output.finish_reason is not FinishReason.ABORT else ()
         rows = None if output.routes is None else len(output.routes)
         last = Piece(token_ids=tokens, sampled=len(output.token_ids), rows=rows, finished=True, sample=sample)

@@ -46,7 +46,7 @@ class RolloutSubject(Protocol):
 class EngineSubject(Protocol):
     """A rollout engine, real or fake, driven call by call (``rollproof.engines``); resuming is rollproof's part.
 
-    ``contract`` declares the engine's conventions, with its ``engine`` terms; it is read after ``start``. ``generate`` returns one
+    ``contract`` declares the engine's conventions, with its ``engine`` terms; it is read before ``start``, too. ``generate`` returns one
     output per sample, in order, and tells ``watch`` of every piece that the engine streams; calls run at the same time. A call that
     the engine refuses raises. ``abort`` ends the calls whose handle is given, ``pause`` and ``resume`` act on the whole engine:
     after ``pause`` has returned, it is in force. ``update_weights`` returns when the new weights serve. ``clear_cache`` forgets KV that

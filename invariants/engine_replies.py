@@ -250,7 +250,7 @@ class _Identity(PerReply):
 
 
 def _streams(contract: Contract) -> str | None:
-    offered = contract.engine is not None and set(contract.engine.stream_modes) != {StreamMode.FINAL}
+    offered = contract.engine is not None and set(contract.engine.stream_modes) - {StreamMode.FINAL}
     return None if offered else "the engine declares that it streams nothing but the whole reply"
 
 

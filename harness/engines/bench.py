@@ -7,18 +7,20 @@ known here: it is found afterwards, by an independent reference (``rollproof.eng
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from rollproof.contract import Contract, KvPolicy, Provenance, ResumeBy
 from rollproof.engine_terms import EngineTerms, PauseMode, StreamMode
 from rollproof.engines.asks import Piece, Query, WeightUpdate
+from rollproof.engines.guard import answers, guarded
 from rollproof.errors import EngineHung, EngineRefused, SubjectError
 from rollproof.invariants.engine_calls import BROKEN_OFF
-from rollproof.records import EngineOutput, IntArray, Request, Rollout, Scalar, Span
+from rollproof.records import EngineOutput, IntArray, Request, Rollout, Scalar, Span, as_tokens
 from rollproof.subjects import EngineSubject
 from rollproof.trace import Abort, Admit, Call, Chunk, Fault, Gauge, Header, Pause, Recorder, Reply, Result, Resume, Submit, Trace, Weights
 
@@ -26,6 +28,7 @@ __all__ = ["SERVER", "Asked", "Bench", "Serving"]
 
 SERVER = "e0"
 """The id of the engine in a trace."""
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -46,8 +49,11 @@ class Serving:
         return f"w{self.labels}"
 
     def other(self) -> str:
-        """A version that it does not serve."""
-        return next(name for name in self.checkpoints if name != self.version)
+        """A version that it does not serve. Raises ``SubjectError`` where there is none."""
+        for name in self.checkpoints:
+            if name != self.version:
+                return name
+        raise SubjectError(f"A target needs checkpoints of two versions, to update from one to the other; there is {self.version!r} alone.")
 
 
 @dataclass(eq=False)
@@ -64,6 +70,7 @@ class Asked:
     seen: list[int] = field(default_factory=list)
     outputs: tuple[EngineOutput, ...] = ()
     refused: str | None = None
+    deadline: float | None = None
     task: asyncio.Task[None] | None = None
     moved: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -73,10 +80,14 @@ class Asked:
         return self.task is not None and self.task.done()
 
     async def sampled(self, tokens: int) -> None:
-        """Wait until every sample has so many tokens, or the call has ended."""
-        while min(self.seen) < tokens and not self.done:
-            self.moved.clear()
-            await self.moved.wait()
+        """Wait until every sample has so many tokens, or the call has ended. Raises ``EngineHung`` past ``deadline`` (seconds)."""
+        try:
+            async with asyncio.timeout(self.deadline):
+                while min(self.seen) < tokens and not self.done:
+                    self.moved.clear()
+                    await self.moved.wait()
+        except TimeoutError:
+            raise EngineHung(f"{self.query.handle!r} has {min(self.seen)} of {tokens} tokens after {self.deadline:g} s.") from None
 
     async def ended(self) -> None:
         """Wait until the engine has answered."""
@@ -161,7 +172,7 @@ class Bench:
         )
         calls = tuple(1000 * number + i + 1 for i in range(samples))
         before = (*after.before, *after.outputs) if after is not None else ()
-        asked = Asked(query=query, requests=requests, calls=calls, before=before, seen=[0] * samples)
+        asked = Asked(query=query, requests=requests, calls=calls, before=before, seen=[0] * samples, deadline=self._deadline)
         for request, call in zip(requests, calls, strict=True):
             if after is None:
                 self._recorder.record(Submit(request=_request(request, query, requests)))
@@ -197,13 +208,13 @@ class Bench:
     async def abort(self, asked: Asked, *, wait: bool = True) -> None:
         """Abort a call, and wait for its reply unless told not to."""
         self._recorder.record(Abort(server_id=SERVER, wanted=asked.query.handle, call_ids=() if asked.done else asked.calls))
-        await self.engine.abort(asked.query.handle)
+        await self._guarded(lambda: self.engine.abort(asked.query.handle), "abort()")
         if wait:
             await self.ended(asked)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Pause the engine."""
-        await self._bounded(self.engine.pause(mode, clear_cache), f"pause({mode})")
+        await self._guarded(lambda: self.engine.pause(mode, clear_cache), f"pause({mode})")
         await asyncio.sleep(self._lull)
         self._recorder.record(Pause(server_id=SERVER, mode=mode, clear_cache=clear_cache, progress=self._progress()))
 
@@ -211,7 +222,7 @@ class Bench:
         """Resume the engine."""
         await asyncio.sleep(self._lull)
         self._recorder.record(Resume(server_id=SERVER, progress=self._progress()))
-        await self._bounded(self.engine.resume(), "resume()")
+        await self._guarded(self.engine.resume, "resume()")
 
     async def update(self, version: str, *, clear_cache: bool) -> None:
         """Give the engine the weights ``version``, those that it has already being an identity update, under a new label."""
@@ -220,7 +231,7 @@ class Bench:
         update = WeightUpdate(
             path=self.serving.checkpoints[version], version=version, label=label, identity=identity, clear_cache=clear_cache
         )
-        await self._bounded(self.engine.update_weights(update), f"update_weights({version})")
+        await self._guarded(lambda: self.engine.update_weights(update), f"update_weights({version})")
         self.serving.version, self.serving.label = version, label
         self._recorder.record(
             Weights(server_id=SERVER, version=version, label=label, identity=identity, flushed=clear_cache, progress=self._progress())
@@ -247,11 +258,13 @@ class Bench:
 
     async def clear_cache(self) -> None:
         """Have the engine forget what calls share."""
-        await self._bounded(self.engine.clear_cache(), "clear_cache()")
+        await self._guarded(self.engine.clear_cache, "clear_cache()")
 
     async def count(self, phase: str) -> Mapping[str, float]:
         """Read the engine's counters into the trace."""
-        counts = await self.engine.counters()
+        counts = await self._guarded(self.engine.counters, "counters()")
+        if not isinstance(counts, Mapping):
+            raise SubjectError(f"An engine's counters() must return a mapping of names to numbers, not {type(counts).__name__}.")
         for name, value in counts.items():
             self._recorder.record(Gauge(name=f"{SERVER}/{name}", value=value, phase=phase))
         return counts
@@ -290,12 +303,8 @@ class Bench:
         """What was recorded."""
         return self._recorder.trace(self.header(subject))
 
-    async def _bounded(self, work: Awaitable[None], what: str) -> None:
-        try:
-            async with asyncio.timeout(self._deadline):
-                await work
-        except TimeoutError:
-            raise EngineHung(f"The engine's {what} did not return within {self._deadline:g} s in experiment {self.name!r}.") from None
+    async def _guarded(self, ask: Callable[[], Awaitable[_T]], what: str) -> _T:
+        return await guarded(ask, what, self._deadline)
 
     async def _generate(self, asked: Asked) -> None:
         def watch(piece: Piece) -> None:
@@ -303,19 +312,20 @@ class Bench:
                 self._recorder.record(Admit(call_id=asked.calls[piece.sample], server_id=SERVER))
             asked.seen[piece.sample] = max(piece.sampled, asked.seen[piece.sample])
             if asked.query.stream is not StreamMode.FINAL:
-                self._recorder.record(
-                    Chunk(call_id=asked.calls[piece.sample], token_ids=piece.token_ids, rows=piece.rows, finished=piece.finished)
-                )
+                tokens = as_tokens(piece.token_ids, what="Piece.token_ids")
+                self._recorder.record(Chunk(call_id=asked.calls[piece.sample], token_ids=tokens, rows=piece.rows, finished=piece.finished))
             asked.moved.set()
 
         try:
-            asked.outputs = tuple(await self.engine.generate(asked.query, watch))
+            outputs = await answers(lambda: self.engine.generate(asked.query, watch))
         except EngineRefused as error:
             asked.refused = f"{error.kind or type(error).__name__}: {error}"
+            return
         finally:
             asked.moved.set()
-        for call, output in zip(asked.calls, asked.outputs, strict=False):
-            self._recorder.record(Reply(call_id=call, output=output))
+        asked.outputs = outputs[: asked.query.samples]
+        for place, output in enumerate(outputs):
+            self._recorder.record(Reply(call_id=asked.calls[min(place, len(asked.calls) - 1)], output=output))
 
     def _progress(self) -> dict[int, int]:
         return {call: seen for one in self._asked if not one.done for call, seen in zip(one.calls, one.seen, strict=True)}

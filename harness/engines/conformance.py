@@ -18,11 +18,13 @@ from pathlib import Path
 
 from rollproof.canary import try_canary
 from rollproof.checks import Registry, Verdict, default_registry
+from rollproof.contract import Contract
 from rollproof.engines.asks import EngineSettings
 from rollproof.engines.attribution import Oracle, attributed
 from rollproof.engines.bench import SERVER, Bench, Serving
 from rollproof.engines.experiments import Experiment, Setting, experiments_for
-from rollproof.errors import EngineDied, EngineError, EngineStartError, UsageError
+from rollproof.engines.guard import guarded
+from rollproof.errors import EngineDied, EngineError, EngineStartError, SubjectError, UsageError
 from rollproof.invariants.engine_calls import BROKEN_OFF
 from rollproof.judge import Tally, judge_events
 from rollproof.progress import Progress
@@ -32,6 +34,9 @@ from rollproof.subjects import EngineSubject
 from rollproof.trace import Fault, Header, Trace
 
 __all__ = ["EngineRun", "EngineTarget", "engine_registry", "judged", "run_engine_conformance", "run_experiments"]
+
+
+_PROTOCOL = ("contract", *(name for name in vars(EngineSubject) if not name.startswith("_")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +158,7 @@ class _Main:
 
     async def run(self) -> EngineRun:
         """Everything, in order; engines are stopped whatever happens."""
-        made = [(setting, self._target.make(settings)) for setting, settings in self._target.settings.items()]
+        made = [(setting, self._made(settings)) for setting, settings in self._target.settings.items()]
         plan = [(setting, engine, chosen) for setting, engine in made if (chosen := self._chosen(engine, setting))]
         starts: list[asyncio.Task[None]] = []
         stopped = 0
@@ -161,7 +166,7 @@ class _Main:
             for place, (setting, engine, chosen) in enumerate(plan):
                 self._say(f"starting {self._target.name} ({setting})")
                 for _, later, _ in plan[len(starts) : place + 1 + self._target.ahead]:
-                    starts.append(asyncio.create_task(later.start()))
+                    starts.append(asyncio.create_task(_started(later)))
                 try:
                     with self._run.spending("starting"):
                         await starts[place]
@@ -169,31 +174,48 @@ class _Main:
                 except EngineStartError as error:
                     if not self._run.traces:
                         raise
-                    self._not_started(engine, setting, error)
+                    self._fault(engine, setting, "start", error)
                 finally:
                     stopped += 1
                     with self._run.spending("stopping"):
-                        await engine.stop()
+                        await self._stop(engine, setting)
         finally:
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
-            for _, engine, _ in plan[stopped : len(starts)]:
-                await engine.stop()
+            for setting, engine, _ in plan[stopped : len(starts)]:
+                await self._stop(engine, setting)
         if not self._run.traces:
             names = sorted({experiment.name for experiment in self._all()})
             raise UsageError(f"No experiment of {sorted(self._only)} can be run on {self._target.name}; there are {names}.")
         return self._run
 
-    def _not_started(self, engine: EngineSubject, setting: Setting, error: EngineStartError) -> None:
-        """What other settings recorded is judged all the same; that this one did not start is a finding beside it."""
-        self._run.notes.append(f"the {setting} setting did not start: {str(error).splitlines()[0]}")
+    async def _stop(self, engine: EngineSubject, setting: Setting) -> None:
+        """Stop an engine; that it does not stop takes nothing from what was recorded."""
+        try:
+            await guarded(engine.stop, "stop()", self._target.deadline)
+        except EngineError as error:
+            self._fault(engine, setting, "stop", error)
+
+    def _fault(self, engine: EngineSubject, setting: Setting, what: str, error: EngineError) -> None:
+        """What was recorded is judged all the same; that an engine did not start, or did not stop, is a finding beside it."""
+        self._run.notes.append(f"the {setting} setting did not {what}: {str(error).splitlines()[0]}")
         header = Header(subject=self._target.name, contract=engine.contract, engine=engine.contract, profile=str(setting), about="engines")
         told = Fault(index=0, what=BROKEN_OFF, server_id=SERVER, detail=str(error))
         self._run.traces.append(Trace(header=header, events=(told,)))
 
     def _all(self) -> list[Experiment]:
-        return [one for settings in self._target.settings.values() for one in experiments_for(self._target.make(settings).contract)]
+        return [one for settings in self._target.settings.values() for one in experiments_for(self._made(settings).contract)]
+
+    def _made(self, settings: EngineSettings) -> EngineSubject:
+        engine = self._target.make(settings)
+        if not isinstance(engine, EngineSubject) or not isinstance(engine.contract, Contract):
+            lacks = [name for name in _PROTOCOL if not hasattr(engine, name)]
+            raise SubjectError(
+                f"A target's make() must return an EngineSubject, with its contract, before it is started; {type(engine).__name__} lacks"
+                f" {lacks or ['a Contract as its contract']}."
+            )
+        return engine
 
     def _chosen(self, engine: EngineSubject, setting: Setting) -> list[Experiment]:
         known = [one for one in experiments_for(engine.contract) if one.setting is setting]
@@ -249,12 +271,21 @@ class _Main:
             self._progress(Progress(done=self._done, total=self._total, what=what))
 
 
+async def _started(engine: EngineSubject) -> None:
+    """Start an engine. Raises ``EngineStartError`` for whatever the engine raises."""
+    try:
+        await guarded(engine.start, "start()", None)
+    except EngineError as error:
+        if isinstance(error, EngineStartError):
+            raise
+        raise EngineStartError(f"The engine does not start. {error}") from error
+
+
 async def _recovered(engine: EngineSubject) -> bool:
     """After an experiment broke off: lift a pause that it may have left, and see whether the engine still answers."""
     try:
-        async with asyncio.timeout(30):
-            await engine.resume()
-    except (EngineError, TimeoutError):
+        await guarded(engine.resume, "resume()", 30)
+    except EngineError:
         return False
     return True
 

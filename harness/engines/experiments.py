@@ -15,6 +15,7 @@ from typing import TypeAlias
 from rollproof.contract import Contract, KvPolicy, Provenance
 from rollproof.engine_terms import EngineTerms, PausedCalls, PauseMode, StreamMode
 from rollproof.engines.bench import Asked, Bench
+from rollproof.errors import SubjectError
 from rollproof.records import FinishReason
 
 __all__ = ["Experiment", "Setting", "experiments_for"]
@@ -45,10 +46,11 @@ class Experiment:
 def experiments_for(contract: Contract) -> Iterator[Experiment]:
     """The experiments that an engine of ``contract`` can be put to, in the order in which they are run.
 
-    What it does not offer by its terms (a way of streaming, a pause, an offset) is left out.
+    What it does not offer by its terms (a way of streaming, a pause, an offset) is left out. Raises ``SubjectError`` without terms.
     """
     terms = contract.engine
-    assert terms is not None
+    if terms is None:
+        raise SubjectError("The engine's contract has no `engine` terms: a driver must know how its calls behave.")
     yield Experiment(name="plain", about="calls of several lengths at once", run=_plain)
     yield Experiment(name="cached", about="the same prompts again, from the prefix cache", run=_cached)
     if terms.samples:
