@@ -80,7 +80,8 @@ def _was_overgranted(view: RequestView, attempt: Attempt) -> bool:
 
 @request_check(
     "stitch.budget-total",
-    promise="A rollout never holds more sampled tokens than its budget, nor a reply more than its call was granted.",
+    promise="A rollout whose calls were granted what was left (stitch.budget-granted) never holds more sampled tokens than its budget, nor "
+    "a reply more than its call was granted.",
     needs="a request with a budget, its engine calls and replies",
     exercised_by="replies under a budget",
 )

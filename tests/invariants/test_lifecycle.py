@@ -100,7 +100,7 @@ class TestNoErrorWithoutFault:
         call = teller.call((1, 2))
         teller.reply(call, (), reason="abort").result(event={"error": "ValueError: not enough values to unpack"})
         finding = finds(self.ID, teller)
-        assert "ValueError: not enough values to unpack; its last reply had 0 tokens, finish reason abort" == finding.observed
+        assert "ValueError: not enough values to unpack; its last reply had no tokens, finish reason abort" == finding.observed
         assert "verl #5936" in finding.hint
 
     @pytest.mark.parametrize("what", ["lost-reply", "late-reply", "duplicate-reply", "reject"])
