@@ -59,6 +59,19 @@ class _Answers(_Calls):
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         self._replies[event.call_id] = self._replies.get(event.call_id, 0) + 1
+        call, got = self.calls.get(event.call_id), len(event.output.token_ids)
+        if call is None or event.output.finish_reason is not FinishReason.LENGTH or refusal_of(self.terms, call) is not None:
+            return
+        # the last place of the context is not used by every engine
+        room = self.terms.max_length - 1 - len(call.prompt_ids)
+        if got < min(room, room if call.max_tokens is None else call.max_tokens):
+            out.finding(
+                "a call ended by length before it had the length",
+                expected=f"{call.max_tokens} tokens, or another finish reason",
+                observed=f"{got} tokens after a prompt of {len(call.prompt_ids)}; the engine takes {self.terms.max_length} in all",
+                where={"call": event.call_id, "server": call.server_id, "request": call.request_id},
+                hint="The budget is counted from another place, or what was sampled last was dropped: a client takes the sample for whole.",
+            )
 
     def on_result(self, event: Result, out: Collector) -> None:
         call = self.latest_of(event.request_id)

@@ -11,9 +11,9 @@ import numpy as np
 from rollproof.checks import Check, Collector, trace_check
 from rollproof.contract import Contract, Rows, Versions
 from rollproof.engine_terms import EngineTerms, Refusal, ReplyKey, RoutesSwitch, StreamMode
-from rollproof.invariants.engine_evidence import TOLERANCE, PerReply
+from rollproof.invariants.engine_evidence import NEAR_TIE, TOLERANCE, PerReply, captured_rows, moe_rows, readable
 from rollproof.invariants.route_words import has_routes, plural
-from rollproof.records import FinishReason, IntArray
+from rollproof.records import EngineOutput, FinishReason, IntArray
 from rollproof.trace import Call, Chunk, Reference, Reply, Weights
 
 if TYPE_CHECKING:
@@ -211,10 +211,10 @@ class _Identity(PerReply):
         self._before.append((call, reply))
         for other, earlier in self._crossed:
             if other.prompt_ids == call.prompt_ids and other.sampling == call.sampling and other.max_tokens == call.max_tokens:
-                self._compare(call, earlier, reply, out)
+                self._compare(call, earlier, reply, references, out)
                 return
 
-    def _compare(self, call: Call, before: Reply, after: Reply, out: Collector) -> None:
+    def _compare(self, call: Call, before: Reply, after: Reply, references: Sequence[Reference], out: Collector) -> None:
         terms = self.contract.engine
         a, b = before.output, after.output
         same = next(
@@ -231,6 +231,9 @@ class _Identity(PerReply):
         layers = self._changed_layers(a.routes, b.routes, len(call.prompt_ids) + same - 1)
         if layers:
             said.append(f"rows differ in {len(layers)} of {len(self.contract.moe_layers or ())} MoE layers (layers {layers})")
+        moved = self._reordered_layers(a, b, len(call.prompt_ids) + same - 1, references)
+        if moved and not layers:
+            said.append(f"the experts of a row stand in another order, in layers {moved}")
         if said:
             out.finding(
                 "an update to equal weights changed what the engine returns",
@@ -247,6 +250,19 @@ class _Identity(PerReply):
         size = min(len(a), len(b), max(stop, 0))
         differs = (np.sort(a[:size], axis=2) != np.sort(b[:size], axis=2)).any(axis=(0, 2))
         return [self.contract.layer_of_column(int(column)) for column in np.flatnonzero(differs)]
+
+    def _reordered_layers(self, a: EngineOutput, b: EngineOutput, stop: int, references: Sequence[Reference]) -> list[int]:
+        """Layers in which the same experts stand in another order, and rounding is no reason for it: an independent forward says so."""
+        if not references or not (readable(self.contract, a) and readable(self.contract, b)) or a.routes_start != b.routes_start:
+            return []
+        first, second = (captured_rows(self.contract, output)[: max(stop - a.routes_start, 0)] for output in (a, b))
+        size = min(len(first), len(second))
+        differs = (moe_rows(self.contract, first[:size]) != moe_rows(self.contract, second[:size])).any(axis=2)
+        moe, at = list(self.contract.moe_layers or ()), slice(a.routes_start, a.routes_start + size)
+        for reference in references:
+            clear = (reference.orders[at][:, moe] >= NEAR_TIE) & (reference.margins[at][:, moe] >= NEAR_TIE)
+            differs[: len(clear)] &= clear
+        return [moe[int(column)] for column in np.flatnonzero(differs.any(axis=0))]
 
 
 def _streams(contract: Contract) -> str | None:

@@ -122,6 +122,40 @@ def test_rows_of_another_call_are_seen() -> None:
     assert not failed & {"routes.rows", "routes.shape", "engine.rows"}
 
 
+class _Reorders(FakeEngineSubject):
+    """After an identity update the kernel that orders the chosen experts is another one."""
+
+    _updated = False
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await super().update_weights(update)
+        self._updated = update.identity
+
+    def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
+        return replace(output, routes=output.routes[..., ::-1]) if self._updated and output.routes is not None else output
+
+
+class _OneTokenShort(FakeEngineSubject):
+    """Counts the first token of the budget for the prompt's."""
+
+    async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
+        return await super().generate(replace(query, max_tokens=max(query.max_tokens - 1, 1)), watch)
+
+
+def test_an_identity_update_that_reorders_experts_is_seen() -> None:
+    """The same experts in another order are other rows to whoever weights them by place."""
+    report = _report(_Reorders, "identity")
+    assert {"engine.identity"} == _failed(report)
+    assert "another order, in layers [1, 2, 3, 4]" in report.failed[0].findings[0].observed
+
+
+def test_a_call_that_ends_by_length_too_early_is_seen() -> None:
+    """A reply that says length is taken for whole."""
+    report = _report(_OneTokenShort, "plain")
+    assert {"engine.answers"} == _failed(report)
+    assert "a call ended by length before it had the length" == report.failed[0].findings[0].title
+
+
 class _DiesInPause(FakeEngineSubject):
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         raise EngineDied("the engine is gone (killed by SIGKILL). The end of its log:\nout of memory")
