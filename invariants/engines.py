@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rollproof.checks import Applies, Check
-from rollproof.contract import Contract
+from rollproof.contract import Contract, Logprobs
+from rollproof.engine_terms import StreamMode
 from rollproof.invariants import engine_calls, engine_replies, engine_values
 
 __all__ = ["CHECKS", "SHARED", "shared"]
@@ -24,6 +25,18 @@ def _aborts(contract: Contract) -> str | None:
     return "the engine declares that its calls cannot be aborted" if none else None
 
 
+def _seen(contract: Contract) -> str | None:
+    """Why nobody sees how far a call has come while it runs."""
+    blind = contract.engine is not None and not set(contract.engine.stream_modes) - {StreamMode.FINAL}
+    return "the engine declares that it streams nothing: how far a call has come is not seen" if blind else None
+
+
+def _told(contract: Contract) -> str | None:
+    """Why nothing tells which weights an engine sampled a token from."""
+    mute = contract.engine is not None and contract.logprobs is Logprobs.NONE
+    return "the engine returns no logprobs: nothing tells which weights sampled a token" if mute else None
+
+
 SHARED: Mapping[str, Applies] = {
     "stitch.budget-total": _always,
     "stitch.logprobs-length": _always,
@@ -34,18 +47,18 @@ SHARED: Mapping[str, Applies] = {
     "routes.distinct": _always,
     "routes.in-range": _always,
     "routes.live": _always,
-    "routes.immutable": _always,
+    "routes.immutable": _told,
     "routes.prefix-cache": _always,
     "versions.published": _always,
-    "versions.engine-tags": _always,
+    "versions.engine-tags": _told,
     "weights.no-admission-while-paused": engine_calls.pauses,
-    "weights.no-token-while-paused": engine_calls.pauses,
-    "weights.served-after-update": _always,
+    "weights.no-token-while-paused": lambda contract: engine_calls.pauses(contract) or _seen(contract),
+    "weights.served-after-update": _told,
     "weights.no-stale-cache": _always,
     "lifecycle.ends-once": _always,
     "lifecycle.no-hang": _always,
     "lifecycle.abort-hits-target": _aborts,
-    "lifecycle.abort-keeps-tokens": _aborts,
+    "lifecycle.abort-keeps-tokens": lambda contract: _aborts(contract) or _seen(contract) or _told(contract),
 }
 """Checks that judge what an engine does, whoever asked it, and what an engine's own terms rule out of them.
 

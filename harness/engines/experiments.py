@@ -165,6 +165,8 @@ async def _broken_off(bench: Bench, *, offset: bool) -> None:
     for one in asked:
         await one.sampled(int(bench.draw.integers(1, 8)))
         await bench.abort(one)
+    if not any(_left(one) for one in asked):
+        bench.missed("every call had ended when its abort came, or the engine does not abort")
     again = [bench.go_on(one, left, offset=offset) for one in asked if (left := _left(one))]
     await bench.finish(*again, *[one for one in asked if not _left(one)])
 

@@ -10,7 +10,8 @@ from typing import ClassVar
 import pytest
 
 from rollproof.checks import Verdict
-from rollproof.engine_terms import PauseMode
+from rollproof.contract import Logprobs
+from rollproof.engine_terms import PauseMode, ReplyKey, StreamMode
 from rollproof.engines.asks import EngineSettings, Query, Watch, WeightUpdate
 from rollproof.engines.conformance import engine_registry, run_engine_conformance, run_experiments
 from rollproof.engines.doors import EngineChoice, judge_engine
@@ -55,6 +56,45 @@ def test_what_an_engine_does_not_offer_is_not_asked_of_it() -> None:
     ruled_out = {"lifecycle.abort-hits-target", "lifecycle.abort-keeps-tokens", "engine.stream", "engine.paused-calls"}
     assert ruled_out <= {name for name, verdict in verdicts.items() if verdict is Verdict.NOT_APPLICABLE}
     assert Verdict.PASS is verdicts["weights.no-stale-cache"]
+
+
+def test_what_an_engine_does_not_show_is_not_asked_of_it() -> None:
+    """Neither the progress of one that streams nothing, nor the weights of tokens without logprobs, leaves a correct engine unknown."""
+    whole = replace(FLAVOURS["vllm"], stream_modes=(StreamMode.FINAL,))
+    for make in (lambda settings: FakeEngineSubject(settings, whole), _NoLogprobs):
+        report = run_engine_conformance(fake_target("vllm", make=make))
+        verdicts = {result.id: result.verdict for result in report.results}
+        assert set() == {name for name, verdict in verdicts.items() if verdict in (Verdict.FAIL, Verdict.UNKNOWN)}
+        assert Verdict.NOT_APPLICABLE is verdicts["lifecycle.abort-keeps-tokens"]
+        assert Verdict.PASS is verdicts["engine.routes"]
+
+
+class _NoLogprobs(FakeEngineSubject):
+    """Returns no logprobs, and says so."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        terms = self.contract.engine
+        assert terms is not None
+        bare = {
+            name: tuple(key for key in getattr(terms, name) if key is not ReplyKey.LOGPROBS)
+            for name in ("keys_finished", "keys_aborted", "keys_early", "keys_queued")
+        }
+        self.contract = replace(self.contract, logprobs=Logprobs.NONE, engine=replace(terms, **bare))
+
+    def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
+        return replace(output, logprobs=None)
+
+
+class _AbortsNothing(FakeEngineSubject):
+    async def abort(self, handle: str) -> None:
+        return None
+
+
+def test_aborts_without_effect_are_told() -> None:
+    """A fast engine may have ended its calls before, so that nobody is blamed; that nothing was aborted is said."""
+    report = _report(_AbortsNothing, "resent")
+    assert any("or the engine does not abort" in note for note in report.notes)
 
 
 def test_one_seed_gives_one_run() -> None:
