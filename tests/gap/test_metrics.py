@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rollproof.fakes.gap import PROFILES, bank, closed_form, noise_scale
+from rollproof.gap import limits_named, measure_pairs
 from rollproof.gap.intervals import Resampler, metric_interval, share_interval
 from rollproof.gap.metrics import METRICS
 from rollproof.gap.pairs import FloatArray, TokenPairs
@@ -60,10 +61,24 @@ def test_an_estimator_is_unbiased_for_the_sum_over_the_vocabulary(name: str, exp
     assert callable(expected)
     mu, pi, rollout, trainer = _sampled(3, 40_000, 0.15)
     shape = (800, 50)
-    resampler = Resampler(sequence_sums(_pairs(rollout.reshape(shape), trainer.reshape(shape))))
-    interval = metric_interval(METRICS[name], resampler)
+    sums = sequence_sums(_pairs(rollout.reshape(shape), trainer.reshape(shape)))
+    interval = metric_interval(METRICS[name], Resampler(sums))
     error = (interval.high - interval.low) / 2 / 1.96
+    if math.isnan(error):  # it has no interval; sequences are of one length
+        error = METRICS[name].statistic(sums).std(ddof=1) / math.sqrt(len(sums))
     assert expected(mu, pi) == pytest.approx(interval.value, abs=5 * error)
+
+
+@pytest.mark.parametrize("name", ["chi2_token", "ess_token", "variance_rate"])
+def test_what_a_handful_of_tokens_decides_has_no_interval(name: str) -> None:
+    """A value, no bounds, and the reason in the JSON."""
+    _, _, rollout, trainer = _sampled(3, 40_000, 0.15)
+    pairs = _pairs(rollout.reshape(800, 50), trainer.reshape(800, 50))
+    interval = metric_interval(METRICS[name], Resampler(sequence_sums(pairs), resamples=50))
+    assert math.isfinite(interval.value) and math.isnan(interval.low) and math.isnan(interval.high)
+    told = measure_pairs(pairs, limits=limits_named(), resamples=50).to_dict()["metrics"][name]
+    assert (None, None) == (told["low"], told["high"])
+    assert "a handful of tokens decides it" in told["no_interval"]
 
 
 def test_equal_sides_have_the_healthy_value_of_every_metric() -> None:
