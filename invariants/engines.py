@@ -54,7 +54,7 @@ SHARED: Mapping[str, Applies] = {
     "weights.no-admission-while-paused": engine_calls.pauses,
     "weights.no-token-while-paused": lambda contract: engine_calls.pauses(contract) or _seen(contract),
     "weights.served-after-update": _told,
-    "weights.no-stale-cache": _always,
+    "weights.no-stale-cache": lambda contract: None if contract.has_routes else _told(contract),
     "lifecycle.ends-once": _always,
     "lifecycle.no-hang": _always,
     "lifecycle.abort-hits-target": _aborts,

@@ -208,7 +208,7 @@ class _Main:
         return [one for settings in self._target.settings.values() for one in experiments_for(self._made(settings).contract)]
 
     def _made(self, settings: EngineSettings) -> EngineSubject:
-        engine = self._target.make(settings)
+        engine: object = self._target.make(settings)
         if not isinstance(engine, EngineSubject) or not isinstance(engine.contract, Contract):
             lacks = [name for name in _PROTOCOL if not hasattr(engine, name)]
             raise SubjectError(

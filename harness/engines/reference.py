@@ -40,6 +40,9 @@ class ReferenceModel:
         import torch
 
         model = self._model(version)
+        vocab = model.get_input_embeddings().num_embeddings
+        if ids and max(ids) >= vocab:
+            raise EngineError(f"The engine returned token {max(ids)}; the vocabulary of {self._checkpoints[version]} ends at {vocab - 1}.")
         with torch.no_grad(), _one_thread(torch), self._captured(model) as scores:
             logits = model(torch.tensor([list(ids)]), use_cache=False).logits[0].float()
         raw = _taken(logits, ids)

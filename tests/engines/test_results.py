@@ -53,7 +53,7 @@ def test_the_rows_of_an_engine_are_its_targets_families_and_dtypes() -> None:
 
 class _NoStart(FakeEngineSubject):
     async def start(self) -> None:
-        raise EngineStartError("no room\nthe end of the log")
+        raise EngineStartError("no room\nThe end of its log:\nkilled")
 
 
 def test_a_table_is_written_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
