@@ -110,7 +110,7 @@ def test_what_the_stack_raises_is_recorded_and_goes_on() -> None:
 
     assert ["submit", "call", "fault", "result"] == kinds(recording.recorded.events)
     assert isinstance(recording.recorded.events[-1], Result)
-    assert "ConnectionError: server gone" == recording.recorded.events[-1].error
+    assert "ConnectionError: server gone (test_recording.py:103, in broken)" == recording.recorded.events[-1].error
 
 
 def test_a_block_that_records_nothing_is_an_error() -> None:
