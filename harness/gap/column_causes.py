@@ -145,7 +145,7 @@ def lag(scene: Scene) -> Cause | None:
     found = []
     for code in range(len(labels)):
         own = codes == code
-        sums = [np.bincount(owner[own], weights=column[own], minlength=count) for column in (size, usual)]
+        sums = [np.bincount(owner[own], weights=column[own], minlength=count).astype(np.float64) for column in (size, usual)]
         found.append(Resampler(np.stack(sums, axis=1)[np.bincount(owner[own], minlength=count) > 0], resamples=200).ratio(0, 1))
     fresh, oldest = found[0], found[-1]
     if float(size.sum()) < _ROUNDING * len(size):
