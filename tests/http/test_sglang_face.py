@@ -191,18 +191,22 @@ def test_steps_that_take_no_time_change_nothing_but_the_time() -> None:
 def test_a_server_keeps_nothing_of_calls_that_have_ended() -> None:
     """It may run for days: neither the calls nor what is counted of them stay, aborted ones and streams neither."""
 
+    def held() -> int:
+        gc.collect()
+        return sum(isinstance(one, EngineCall | Reply) for one in gc.get_objects())
+
     async def ask() -> tuple[int, int]:
+        before = held()  # of other tests
         backing = Backing(ServeOptions(flavour="sglang"), keep=False)
         line = Line(sglang_app(backing))
         for number in range(20):
             body = {"input_ids": [5, 6, number], "rid": f"r{number}", "stream": number % 2 == 0, "sampling_params": {"max_new_tokens": 3}}
             await line.ask("POST", "/generate", body)
-        gc.collect()
         assert backing.hooks is not None
-        return sum(isinstance(one, EngineCall | Reply) for one in gc.get_objects()), len(backing.hooks.latest) + len(backing.hooks._rejects)
+        return held() - before, len(backing.hooks.latest) + len(backing.hooks._rejects)
 
-    held, counted = asyncio.run(ask())
-    assert held <= 2  # the last call's, of which its future is not collected yet
+    kept, counted = asyncio.run(ask())
+    assert kept <= 2  # the last call's, of which its future is not collected yet
     assert 0 == counted
 
 
