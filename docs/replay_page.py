@@ -45,6 +45,8 @@ action, and of nothing that ran before.
 `rollproof_replay(MyTrainer)` within a test of your own. Transformations between payload and router rows are judged on their own, without a
 trainer, by `rollproof.ReplayLayoutConformance` ([doors.md](doors.md)).
 
+One `top_k` holds for all layers: a model whose layers differ in it cannot be declared yet, and is not judged.
+
 Two pages go through a whole trainer: [one of HF transformers](replay-hf.md), with replay code that you can take, and
 [one on Megatron](replay-megatron.md); both run on a CPU.
 """

@@ -306,6 +306,11 @@ class _Drive:
         chosen = chosen_by(self.contract, before, self.calls[planned.of])
         if chosen is None:
             raise UnsupportedStep(f"the spy did not see every row of step {planned.of!r} routed, so its routes are not known")
+        experts = self.contract.num_experts or 1
+        if chosen.size and chosen.max() >= experts:
+            raise UnsupportedStep(
+                f"a router of step {planned.of!r} chose expert {chosen.max()}, and the contract declares {experts} of them"
+            )
         starts = np.cumsum([0, *(sample.total for sample in samples)]).tolist()
         pieces = [chosen[start:end] for start, end in pairwise(starts)]
         if kind is RoutesFrom.DISJOINT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -285,3 +286,22 @@ def test_progress_names_each_step() -> None:
     record_replay(_Bare, name="bare", only=["switching", "edges"], progress=heard.append)
     assert {(0, 2), (1, 2)} == {(one.done, one.total) for one in heard}
     assert ["bare: switching, a fresh subject", "bare: switching, native", "bare: switching, replay"] == [one.what for one in heard][:3]
+
+
+class _OtherNumbers(ReplayTrainer):
+    """Its routers number experts from 1000."""
+
+    def run(self, step: Step, spy: Spy) -> Outcome:
+        told = Spy(step)
+        try:
+            return super().run(step, told)
+        finally:
+            spy.extend(replace(one, experts=one.experts + 1000) if isinstance(one, Routing) else one for one in told.events)
+
+
+def test_choices_that_are_no_experts_are_not_replayed() -> None:
+    """Steps that would replay them are skipped, with the reason; the others run."""
+    outcomes = {one.step: one for one in record_replay(_OtherNumbers, only=("drift",)).events if isinstance(one, Outcome)}
+    reason = "a router of step 'native' chose expert 1007, and the contract declares 8 of them"
+    assert reason == outcomes["replay, drifted"].skipped == outcomes["replay of what was not chosen"].skipped
+    assert outcomes["native, drifted"].done
