@@ -133,7 +133,7 @@ _LIST = (
     Metric(
         name="abs_diff_std",
         formula="standard deviation of |d|",
-        scale=Scale.OTHER,
+        scale=Scale.BARE,
         function=lambda sums: _deviation(sums, "abs", "d2"),
         aliases=("policy/rollout_train_logprobs_abs_diff_std",),
     ),

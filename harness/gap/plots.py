@@ -232,7 +232,9 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
         shown = [interval.value for interval in values if interval.value > _NOTHING]
         # whiskers of a part with a handful of uneven sequences may span twenty decades: they leave the axis
         floor, top = min(shown, default=1.0) / 20, max(shown, default=1.0) * 20
-        ends = [min(max(end, floor), top) for interval in values for end in (interval.low, interval.high) if math.isfinite(end)]
+        ends = [
+            min(max(end, floor), top) for interval in values for end in (interval.low, interval.high, interval.value) if math.isfinite(end)
+        ]
         for place, interval in enumerate(values):
             if math.isfinite(interval.low) and math.isfinite(interval.high):
                 axes.plot([interval.low, interval.high], [place, place], color=BLUE, lw=2, solid_capstyle="butt")
@@ -251,7 +253,8 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
     return Plot(
         name=f"by-{row.replace('_', '-')}",
         title=f"By {_NAMES.get(row, row)}",
-        about="Each part of the tokens alone, with its 95 % interval; parts whose intervals do not overlap differ by more than chance.",
+        about="Each part of the tokens alone, with its 95 % interval (k3 of few tokens has none); parts whose intervals of mean |d| do not"
+        " overlap differ by more than chance.",
         figure=figure,
     )
 

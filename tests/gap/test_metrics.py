@@ -69,7 +69,7 @@ def test_an_estimator_is_unbiased_for_the_sum_over_the_vocabulary(name: str, exp
     assert expected(mu, pi) == pytest.approx(interval.value, abs=5 * error)
 
 
-@pytest.mark.parametrize("name", ["chi2_token", "ess_token", "variance_rate"])
+@pytest.mark.parametrize("name", ["chi2_token", "ess_token", "variance_rate", "abs_diff_std"])
 def test_what_a_handful_of_tokens_decides_has_no_interval(name: str) -> None:
     """A value, no bounds, and the reason in the JSON."""
     _, _, rollout, trainer = _sampled(3, 40_000, 0.15)
