@@ -238,7 +238,8 @@ def pauses(contract: Contract) -> str | None:
 CHECKS: tuple[Check, ...] = (
     trace_check(
         "engine.answers",
-        promise="Every call gets one reply, also an aborted one, none ends by length before its budget, and the engine does all that its contract offers.",
+        promise="Every call gets one reply, also an aborted one, none ends by length before its budget, and the engine does all that its "
+        "contract offers.",
         needs="Call, Reply and Result events of an experiment",
         exercised_by="calls",
         about="engines",
