@@ -34,9 +34,14 @@ def reference_losses(
     import torch
 
     whole = Whole(setup, number, nudges)
-    logprobs = {sample.request_id: whole.logprobs(sample) for sample in samples}
-    total = -torch.cat(list(logprobs.values())).sum()
-    total.backward()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of matrices this small others get nothing, and spin where ranks could run
+    try:
+        logprobs = {sample.request_id: whole.logprobs(sample) for sample in samples}
+        total = -torch.cat(list(logprobs.values())).sum()
+        total.backward()
+    finally:
+        torch.set_num_threads(threads)
     gradients = {name: weight.grad.numpy() for name, weight in whole.weights.items() if weight.grad is not None}
     return {name: one.detach().numpy() for name, one in logprobs.items()}, gradients
 
