@@ -78,7 +78,7 @@ def gap(
     page: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report as one HTML file.")] = None,
     plots: Annotated[Path | None, typer.Option("--plots", metavar="DIR", help="Write each plot into this folder, as PNG and SVG.")] = None,
     resamples: Annotated[int, typer.Option("--resamples", metavar="N", min=100, help="Bootstrap resamples of sequences.")] = 1000,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the resampling.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the resampling.")] = 0,
     json_target: JsonTarget = None,
 ) -> int:
     """Measure the gap of two columns of logprobs: the panel with intervals, a verdict with its sources, and the likely cause.

@@ -107,13 +107,16 @@ def replica(scene: Scene) -> Cause | None:
     if "replica" not in pairs.sides or not scene.signs.tokens:
         return None
     size, usual = _beside_usual(pairs)
-    means = np.add.reduceat(size, pairs.starts) / np.maximum(np.add.reduceat(usual, pairs.starts), 1e-300)
-    owner = pairs.sides["replica"][pairs.starts]
-    told = known(owner)
-    means, owner = means[told], owner[told]
-    names = np.unique(owner)
+    side = pairs.sides["replica"]
+    told = known(side)
+    names, codes = np.unique(side[told], return_inverse=True)
     if len(names) < 2:
         return None
+    # a sequence that several replicas sampled counts for each of them with its own tokens
+    parts = pairs.owner[told] * len(names) + codes
+    count, own_size, own_usual = (np.bincount(parts, weights=one) for one in (None, size[told], usual[told]))
+    held = np.flatnonzero(count)
+    means, owner = own_size[held] / np.maximum(own_usual[held], 1e-300), names[held % len(names)]
     typical = {name: float(np.median(means[owner == name])) for name in names}
     worst = max(typical, key=lambda name: typical[name])
     own, others = means[owner == worst], means[owner != worst]

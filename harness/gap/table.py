@@ -7,6 +7,7 @@ sequence, whose per-token columns are lists. ``trainer_logprob@VERSION`` holds t
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ def read_columns(
     if listed:
         columns = _flattened(columns, listed, path)
     values = {name: _numpy(name, column) for name, column in columns.items()}
-    by_version = {_version(name): values.pop(name) for name in list(values) if name.startswith(_BY_VERSION)}
+    tags = values.get("version")
+    number = int if tags is None or tags.dtype.kind not in "OUS" else str  # a tag "0" is that of trainer_logprob@0
+    by_version = {_version(name, number): values.pop(name) for name in list(values) if name.startswith(_BY_VERSION)}
     return values, by_version
 
 
@@ -91,7 +94,15 @@ def _wanted(names: list[str], renamed: Mapping[str, str], required: Sequence[str
             f" Say which of them it is with --column NAME=THEIRS{f' (perhaps {guess})' if guess else ''}, or add it (docs/gap.md)."
         )
     known = [renamed.get(name, name) for name in COLUMNS if renamed.get(name, name) in names]
-    return known + [name for name in names if name.startswith(_BY_VERSION)]
+    twice = [name for name, count in Counter(known).items() if count > 1]
+    if twice:
+        ours = [name for name in COLUMNS if renamed.get(name, name) == twice[0]]
+        raise GapError(f"{path}: the column {twice[0]} cannot be {' and '.join(ours)} at once; name another with --column NAME=THEIRS.")
+    wanted = known + [name for name in names if name.startswith(_BY_VERSION)]
+    doubled = [name for name in wanted if names.count(name) > 1]
+    if doubled:
+        raise GapError(f"{path} has {names.count(doubled[0])} columns named {doubled[0]}: which of them is meant cannot be told.")
+    return wanted
 
 
 def _named(table: Any, renamed: Mapping[str, str]) -> Any:
@@ -161,6 +172,6 @@ def _route_array(name: str, column: Any) -> npt.NDArray[Any]:
     return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(-1, *sizes)
 
 
-def _version(name: str) -> int | str:
+def _version(name: str, number: type[int | str]) -> int | str:
     text = name.removeprefix(_BY_VERSION)
-    return int(text) if text.lstrip("-").isdigit() else text
+    return number(text) if text.lstrip("-").isdigit() else text

@@ -16,6 +16,7 @@ from rollproof.console import text_of
 from rollproof.errors import ConformanceError, GapError, UsageError
 from rollproof.gap import gap_lines, measure
 from rollproof.gap.hf_trainer import HfTrainer
+from rollproof.gap.table import read_pairs
 from rollproof.gap.trainers import score_rollouts
 from rollproof.report import ExitCode
 from rollproof.store import dump_trace
@@ -228,3 +229,25 @@ def test_greedy_tokens_are_told() -> None:
     """Tokens that were no draws are compared, and the report says what they cannot estimate."""
     report = measure(**records(temperature=np.zeros(N)), resamples=100)
     assert any("400 tokens were chosen greedily" in note for note in report.notes)
+
+
+def test_a_column_that_stands_twice_or_for_two_is_refused(tmp_path: Path) -> None:
+    """Which of them is meant cannot be told: neither is taken silently."""
+    table = pa.table({name: np.asarray(column) for name, column in records().items() if np.asarray(column).ndim == 1})
+    pq.write_table(table, tmp_path / "one.parquet")
+    with pytest.raises(GapError, match="the column rollout_logprob cannot be rollout_logprob and trainer_logprob at once"):
+        read_pairs(tmp_path / "one.parquet", renamed={"trainer_logprob": "rollout_logprob"})
+    doubled = table.append_column("rollout_logprob", table.column("rollout_logprob"))
+    with pa.ipc.new_stream(tmp_path / "two.arrow", doubled.schema) as writer:
+        writer.write_table(doubled)
+    with pytest.raises(GapError, match="has 2 columns named rollout_logprob"):
+        read_pairs(tmp_path / "two.arrow")
+
+
+def test_versions_in_words_are_those_of_the_columns(tmp_path: Path) -> None:
+    """A tag "0" is that of ``trainer_logprob@0``, whether the file holds versions as numbers or as text."""
+    columns = {name: np.asarray(column) for name, column in records().items() if np.asarray(column).ndim == 1}
+    scored = {**columns, "trainer_logprob@0": columns["trainer_logprob"], "trainer_logprob@v1": columns["trainer_logprob"]}
+    for tags, wanted in ((np.zeros(len(columns["mask"]), int), {0, "v1"}), (np.full(len(columns["mask"]), "0"), {"0", "v1"})):
+        pq.write_table(pa.table({**scored, "version": tags}), tmp_path / "scored.parquet")
+        assert wanted == set(read_pairs(tmp_path / "scored.parquet").by_version)

@@ -117,3 +117,17 @@ def test_a_version_ahead_of_the_trainer_is_told() -> None:
     """Tokens of a version that the current weights have not reached yet are counted in a note."""
     report = healthy(5, version=np.arange(4000) % 3, current_version=np.ones(4000, int))
     assert any("1,333 tokens were sampled by a version that is newer" in note for note in report.notes)
+
+
+def test_the_replica_of_each_token_counts_and_not_that_of_its_sequence_s_first() -> None:
+    """Sequences that move to another replica on resume: the one that is off is named, and none that it handed over from."""
+    rng = np.random.default_rng(5)
+    rollout = sampled(rng, 12_000).reshape(40, 300)
+    replica = np.where(np.arange(300) < 50, np.arange(40)[:, None] % 4, (np.arange(40)[:, None] + 1) % 4)
+    noise = np.where(replica == 3, 0.2, 0.005) * (1 - np.exp(rollout)) * rng.normal(size=rollout.shape)
+    report = measure(
+        rollout.ravel(), (rollout + noise).ravel(), sequence_id=np.arange(12_000) // 300, mask=np.ones(12_000), replica=replica.ravel(),
+        resamples=100,
+    )  # fmt: skip
+    (cause,) = [one for one in report.causes if one.name == "stale replica"]
+    assert cause.because.startswith("sequences of replica 3 have ")
