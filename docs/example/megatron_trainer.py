@@ -26,6 +26,7 @@ def megatron():
     life = ExitStack()
     atexit.register(life.close)  # while torch can still be imported
     life.enter_context(cpu_megatron())
+    torch.set_num_threads(1)  # of matrices this small more threads get nothing
     store = torch.distributed.FileStore(tempfile.mkstemp()[1], 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     from megatron.core import parallel_state
