@@ -28,6 +28,7 @@ _ROUTES = ("rollout_routes", "trainer_routes")
 
 def logprobs(values: Any, name: str) -> FloatArray:
     """``(n,)`` float64; what stands for minus infinity as that."""
+    _unmasked(values, name)
     try:
         given = np.asarray(values)
         array = given.astype(np.float64, casting="unsafe" if given.dtype.kind in "iufUSO" else "no", copy=False)
@@ -63,6 +64,7 @@ def mask_column(values: Any) -> BoolArray:
     """``(n,)`` bool."""
     if values is None:
         raise GapError("mask is missing: say of each token whether the loss counts it (np.ones(n) where it counts all).")
+    _unmasked(values, "mask")
     array = np.asarray(values)
     if array.ndim != 1:
         raise GapError(f"mask must have one axis (tokens), not shape {array.shape}.")
@@ -79,6 +81,7 @@ def mask_column(values: Any) -> BoolArray:
 
 def side_column(values: Any, name: str) -> npt.NDArray[Any]:
     """A column of ``COLUMNS`` but the first four, as numbers or as labels. Raises ``GapError`` where it holds something else."""
+    _unmasked(values, name)
     if name == "current_logprob":
         return logprobs(values, name)
     if name in _ROUTES:
@@ -103,7 +106,10 @@ def labels(values: Any, name: str, *, missing: bool) -> npt.NDArray[Any]:
     """``(n,)`` of names: whole numbers or text, never both. ``missing`` ones stay ``None`` or NaN, or raise ``GapError``."""
     if values is None:
         raise GapError(f"{name} is missing: every token must have one.")
+    _unmasked(values, name)
     array = np.asarray(values)
+    if array.dtype.kind == "f" and not hasattr(values, "dtype") and all(isinstance(value, int) for value in values):
+        array = np.array(values, dtype=object)  # of whole numbers beyond 2**63 numpy makes floats, of which several are equal
     if array.ndim != 1:
         raise GapError(f"{name} must have one axis (tokens), not shape {array.shape}.")
     if array.dtype.kind not in "iufbUSO":
@@ -114,7 +120,8 @@ def labels(values: Any, name: str, *, missing: bool) -> npt.NDArray[Any]:
     if array.dtype.kind != "O":
         return array
     found = array[there]
-    if all(isinstance(value, int | np.integer) and not isinstance(value, bool) for value in found):
+    exact = 1 << (63 if there.all() else 53)  # beyond it names are compared as text
+    if all(isinstance(value, int | np.integer) and not isinstance(value, bool) and -exact <= value < exact for value in found):
         if there.all():
             return found.astype(np.int64)
         out: npt.NDArray[Any] = np.full(len(array), np.nan)
@@ -123,6 +130,11 @@ def labels(values: Any, name: str, *, missing: bool) -> npt.NDArray[Any]:
     out = np.full(len(array), None, dtype=object)
     out[there] = [str(value) for value in found]
     return out
+
+
+def _unmasked(values: Any, name: str) -> None:
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
+        raise GapError(f"{name} is a masked array of numpy, whose mask nothing here looks at: fill it, and say in mask what counts.")
 
 
 def known(column: npt.NDArray[Any]) -> BoolArray:

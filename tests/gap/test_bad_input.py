@@ -251,3 +251,21 @@ def test_versions_in_words_are_those_of_the_columns(tmp_path: Path) -> None:
     for tags, wanted in ((np.zeros(len(columns["mask"]), int), {0, "v1"}), (np.full(len(columns["mask"]), "0"), {"0", "v1"})):
         pq.write_table(pa.table({**scored, "version": tags}), tmp_path / "scored.parquet")
         assert wanted == set(read_pairs(tmp_path / "scored.parquet").by_version)
+
+
+def test_ids_beyond_64_bits_stay_apart() -> None:
+    """Hashes and uuids of any width are names: none is rounded into another."""
+    numbers = np.arange(N) // 20
+    for ids in ([2**70 + int(x) for x in numbers], [2**63 + int(x) if x % 2 else 2**62 + int(x) for x in numbers]):
+        assert 20 == measure(**records(sequence_id=lambda _, ids=ids: ids), resamples=100).panel.n_sequences  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["mask", "rollout_logprob", "sequence_id"])
+def test_a_masked_array_is_refused(name: str) -> None:
+    """Its mask would be dropped silently, and what lies below it counted."""
+    with pytest.raises(GapError, match=f"^{name} is a masked array of numpy"):
+        measure(**records(**{name: lambda column: np.ma.masked_array(column, mask=numbers_below(100))}))
+
+
+def numbers_below(limit: int) -> Any:
+    return np.arange(N) < limit
