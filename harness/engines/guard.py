@@ -23,8 +23,9 @@ async def guarded(ask: Callable[[], Awaitable[_T]], what: str, deadline: float |
     Raises ``EngineHung`` past the deadline, ``EngineDied`` where the engine wants to end the program, and ``EngineError`` for every other
     error of the engine's own, a cancellation that nobody asked for among them.
     """
+    limit = asyncio.timeout(deadline)
     try:
-        async with asyncio.timeout(deadline) as limit:
+        async with limit:
             return await ask()
     except RollproofError:
         raise
