@@ -51,7 +51,7 @@ class Watch:
     def __init__(self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]], task: asyncio.Task[Any]) -> None:
         self._receive, self._task = receive, task
         self._waiting: asyncio.Task[None] | None = None
-        self.vanished = False
+        self.vanished: bool = False
 
     def begin(self) -> None:
         """Wait from now on."""

@@ -169,7 +169,7 @@ class LosesKept(SglangKeeper):
     def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
         super().absorb(sample, sent, output)
         if output.finish_reason is FinishReason.ABORT:
-            self.end = len(sample.response) - 1
+            self.end: int = len(sample.response) - 1
 
     def finished(self, sample: Sample) -> Rollout:
         for values in (sample.response, sample.logprobs, sample.mask, sample.labels):
