@@ -126,7 +126,7 @@ def test_a_call_is_answered_alike_alone_and_beside_others(engine: str, tmp_path:
         f"{engine} with {mode.name}: {kept.probes - len(kept.differing)} of {kept.probes} calls bit for bit the same alone and beside 63"
         f" others; without it {free.probes - len(free.differing)}"
     )
-    if kept.differing and mode.open:
+    if 0 < len(kept.differing) <= mode.open_calls:
         pytest.xfail(mode.open)
     assert {} == kept.differing
     if not free.differing:
