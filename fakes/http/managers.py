@@ -56,7 +56,7 @@ class HttpManager(AsSampled):
 
     def face(self, backing: Backing) -> Face:
         """The face that its engines have."""
-        raise NotImplementedError("a manager says whose face it speaks to")
+        raise NotImplementedError(f"{type(self).__name__} must say whose face it speaks to")
 
     async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
         """One call. What is no answer is a broken connection: the same call is made again."""
@@ -74,7 +74,7 @@ class HttpManager(AsSampled):
 
     def asked(self, sample: Sample, sent: tuple[int, ...], budget: int | None) -> dict[str, Any]:
         """The body of a call."""
-        raise NotImplementedError("a manager says what it sends")
+        raise NotImplementedError(f"{type(self).__name__} must say what it sends")
 
     def read(self, sample: Sample, heard: Heard, sent: int) -> EngineOutput:
         """The reply to a call of ``sent`` prompt tokens. A body that breaks off is a broken connection."""
@@ -90,7 +90,7 @@ class HttpManager(AsSampled):
 
     def output(self, sample: Sample, reply: Any) -> EngineOutput:
         """The reply as a record."""
-        raise NotImplementedError("a manager says how a reply is read")
+        raise NotImplementedError(f"{type(self).__name__} must say how a reply is read")
 
 
 class SglangManager(HttpManager):

@@ -34,7 +34,7 @@ class Part:
         return chunk
 
     def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
-        raise NotImplementedError("a part says how it is written")
+        raise NotImplementedError(f"{type(self).__name__} must say how it is written")
 
     def usage(self, counts: Mapping[str, Any]) -> dict[str, Any]:
         head = written.envelope(self.call, self.kind)

@@ -67,7 +67,7 @@ class _PartEdited(Collator):
         return self.edited(super().rows(batch))
 
     def edited(self, rows: list[BatchRow]) -> list[BatchRow]:
-        raise NotImplementedError("a bug says what it does to the rows")
+        raise NotImplementedError(f"{type(self).__name__} must say what it does to the rows")
 
 
 class _SecondShardWithoutRoutes(_PartEdited):

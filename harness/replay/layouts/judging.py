@@ -143,7 +143,7 @@ def _call(subject: Any, function: str, call: Call) -> Laid | None:
         value = getattr(subject, function)(call.layout, **arguments)
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except NotImplementedError:
+    except NotImplementedError:  # the documented way to say that a call is not offered (LayoutSubject)
         return None
     except BaseException as error:  # noqa: BLE001 - a refusal is an outcome, an exit too
         return replace(event, refused=told(error))
