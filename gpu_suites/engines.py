@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ __all__ = [
     "KNOWN",
     "KV_TOKENS",
     "NO_FLOAT32",
+    "PARALLEL",
     "VARIANTS",
     "Known",
     "Variant",
@@ -122,6 +123,12 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
             Variant(name="bf16", about="bfloat16, as engines are used", dtype="bfloat16", extra={"vllm": {}}),
             Variant(name="fp16", about="float16", dtype="float16"),
             Variant(
+                name="flash",
+                about="FlashAttention (3 on a Hopper card) in the place of Triton's attention",
+                dtype="bfloat16",
+                extra={"vllm": {"attention_backend": "FLASH_ATTN"}},
+            ),
+            Variant(
                 name="ngram",
                 about="speculative decoding: tokens proposed from what was said before",
                 extra={"vllm": {"speculative_config": _NGRAM}},
@@ -130,6 +137,22 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
     }
 )
 """Settings by name."""
+
+# an all-reduce of the engine's own sums in another order than NCCL's
+_NCCL: Mapping[str, Scalar] = {"disable_custom_all_reduce": True}
+PARALLEL: Mapping[str, Mapping[str, Callable[[int], Mapping[str, Scalar]]]] = MappingProxyType(
+    {
+        "vllm": {
+            "tensors": lambda gpus: {"tensor_parallel_size": gpus, **_NCCL},
+            "experts": lambda gpus: {"tensor_parallel_size": gpus, "enable_expert_parallel": True, **_NCCL},
+        },
+        "sglang": {
+            "tensors": lambda gpus: {"tp_size": gpus, **_NCCL},
+            "experts": lambda gpus: {"tp_size": gpus, "ep_size": gpus, **_NCCL},
+        },
+    }
+)
+"""How an engine is divided over a number of GPUs: options by engine, and by what is divided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -138,7 +138,9 @@ def measure_cell(
             spent += time.perf_counter() - start
 
     native = score(None)
-    repeated = score(native.routes) if scorer.records else None
+    start = time.perf_counter()
+    repeated = scorer.repeated(units, native) if scorer.records else None
+    spent += time.perf_counter() - start
     scored: dict[Routed, Scored] = {Routed.NATIVE: native}
     if Routed.R2 in modes and scorer.records:
         scored[Routed.R2] = score(native.routes, other=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ class MegatronScorer:
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored:
         """See ``Scorer``. Raises ``RankError`` where a rank fails, with the other ranks ended."""
+        return self._scored(units, routes, other=other)
+
+    def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
+        """See ``Scorer``. ``RouterReplay`` gives every row a target, padding too; another one there sends experts another number of rows,
+        and in float32 cuBLAS sums a row in an order that depends on how many stand beside it. So each version is recorded once more,
+        and replayed row by row.
+        """
+        return self._scored(units, None, in_place=True)
+
+    def _scored(self, units: Sequence[Unit], routes: Routes, *, other: bool = False, in_place: bool = False) -> Scored:
         logprobs: list[LogprobArray | None] = [None] * len(units)
         executed: list[IntArray | None] = [None] * len(units)
         dp = self._trainer.setup.dp
@@ -60,19 +71,22 @@ class MegatronScorer:
             if self._trainer.setup.vpp > 1:  # an interleaved schedule takes whole groups of microbatches
                 microbatches += [microbatches[-1][:0]] * (-len(microbatches) % pp)
             self._trainer.set_weights(self._versions.index(version))
-            outcome = self._trainer.score(
-                Step(
-                    episode="gap",
-                    name=f"score-{next(_STEPS)}",
-                    action=Action.RECORD if routes is None else Action.REPLAY,
-                    purpose=Purpose.OLD_LOGPROB,
-                    recompute=self._recompute,
-                    microbatches=tuple(microbatches),
-                )
+            step = Step(
+                episode="gap",
+                name=f"score-{next(_STEPS)}",
+                action=Action.RECORD if routes is None else Action.REPLAY,
+                purpose=Purpose.OLD_LOGPROB,
+                recompute=self._recompute,
+                microbatches=tuple(microbatches),
             )
+            outcome = self._trainer.score(step)
+            recorded = outcome.recorded
+            if in_place:
+                again = replace(step, name=f"score-{next(_STEPS)}", action=Action.REPLAY)
+                outcome = self._trainer.score(again, in_place=True)
             for number in mine:
                 logprobs[number] = outcome.logprobs[str(number)]
-                executed[number] = outcome.recorded[str(number)] if routes is None else routes[number]
+                executed[number] = recorded[str(number)] if routes is None else routes[number]
         return Scored(logprobs=tuple(one for one in logprobs if one is not None), routes=tuple(one for one in executed if one is not None))
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from rollproof.engines.declaring import model_of
 from rollproof.gpu_suites.engines import gap_engine, on_gpu
 from rollproof.gpu_suites.rollouts import Sample, bounded, prompts_of, sample, sample_across
 from rollproof.gpu_suites.spending import Part, Spending
+from rollproof.records import Scalar
 from rollproof.subjects import EngineSubject
 
 __all__ = ["ACROSS", "PATIENCE", "SEQUENCES", "TOKENS", "Rollouts"]
@@ -36,13 +37,15 @@ ACROSS: Mapping[str, Mapping[str, PauseMode]] = {
 class Rollouts:
     """What engines sampled, each started once per dtype; one that failed is told once, and what else needs it is skipped.
 
-    The engines that are ``wanted`` in one dtype sample at the same time: on models so small that a card holds both.
+    The engines that are ``wanted`` in one dtype sample at the same time: on models so small that a card holds both. ``extra`` are further
+    options of theirs.
     """
 
     checkpoints: dict[str, Path]
     spending: Spending
     wanted: frozenset[tuple[str, str]] = frozenset()
     across: bool = True
+    extra: Mapping[str, Scalar] = field(default_factory=dict)
     found: dict[tuple[str, str], dict[str, list[Sample]] | Exception] = field(default_factory=dict)
     told: set[tuple[str, str]] = field(default_factory=set)
 
@@ -84,7 +87,9 @@ class Rollouts:
         return found  # type: ignore[return-value]  # what is no Exception has just been raised
 
     def _engine(self, name: str, dtype: str) -> EngineSubject:
-        settings = EngineSettings(model=self.checkpoints["A"], dtype=dtype, max_length=1024, max_batch=SEQUENCES, prefill_chunk=2048)
+        settings = EngineSettings(
+            model=self.checkpoints["A"], dtype=dtype, max_length=1024, max_batch=SEQUENCES, prefill_chunk=2048, extra=self.extra
+        )
         return gap_engine(name, settings)
 
     async def _kinds(self, name: str, engine: EngineSubject) -> dict[str, list[Sample]]:

@@ -33,7 +33,8 @@ class Scorer(Protocol):
     """A trainer. ``routes`` hold ``(tokens - 1, layers, top_k)`` for each unit to be replayed; ``None``: routers choose by themselves.
 
     ``other`` asks for another division into microbatches, as the update of a policy has another one than its old-logprob pass.
-    ``records`` says that ``Scored.routes`` are those of every token, so that they can be replayed.
+    ``records`` says that ``Scored.routes`` are those of every token, so that they can be replayed; ``repeated`` is then what the units
+    score where every row, padding too, executes what it did when they scored ``native``: the same to the last bit.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Scorer(Protocol):
     records: bool
 
     def score(self, units: Sequence[Unit], routes: Routes, *, other: bool = False) -> Scored: ...
+    def repeated(self, units: Sequence[Unit], native: Scored) -> Scored: ...
     def close(self) -> None: ...
 
 
@@ -90,6 +92,10 @@ class GivenScorer:
             logprobs=tuple(logprobs[number] for number in range(len(units))),
             routes=tuple(executed[number] for number in range(len(units))),
         )
+
+    def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
+        """See ``Scorer``: it records nothing."""
+        raise GapError(f"The trainer {self.name} records no routes that could be replayed.")
 
     def close(self) -> None:
         """Let the trainer go, and the device's memory that it held."""
@@ -146,6 +152,10 @@ class HfScorer:
                 for place, number in enumerate(numbers):
                     logprobs[number], executed[number] = found[place]
         return Scored(logprobs=tuple(one for one in logprobs if one is not None), routes=tuple(one for one in executed if one is not None))
+
+    def repeated(self, units: Sequence[Unit], native: Scored) -> Scored:
+        """See ``Scorer``: padding is routed natively in both passes."""
+        return self.score(units, native.routes)
 
     def close(self) -> None:
         """Give the device's memory back."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollproof.gpu_suites.engines import NO_FLOAT32
+from rollproof.gpu_suites.engines import NO_FLOAT32, VARIANTS
 from rollproof.gpu_suites.gate import GpuFindings
 from rollproof.gpu_suites.matrix import OPEN, Cell, Routed, measure_cell
 from rollproof.gpu_suites.models import fits, given_models, make_models
@@ -173,6 +173,21 @@ def test_a_larger_model(engine: str, larger: Rollouts, rollproof_run: RunReport)
     scorer = HfScorer(larger.checkpoints, "bfloat16")
     try:
         cell = measure_cell(engine, samples, scorer, limits=LIMITS["bfloat16"], about="1.7 billion parameters")
+    finally:
+        scorer.close()
+    rollproof_run.cell(cell)
+    held(cell)
+
+
+@pytest.mark.full
+@ENGINES["vllm"]
+def test_another_attention(rollouts: Rollouts, rollproof_run: RunReport) -> None:
+    """So it is where the engine attends by FlashAttention."""
+    flash = Rollouts(checkpoints=rollouts.checkpoints, spending=rollproof_run.spending, across=False, extra=VARIANTS["flash"].extra["vllm"])
+    samples = flash.of("vllm", "bfloat16")["whole"]
+    scorer = HfScorer(flash.checkpoints, "bfloat16")
+    try:
+        cell = measure_cell("vllm", samples, scorer, limits=LIMITS["bfloat16"], about="FlashAttention")
     finally:
         scorer.close()
     rollproof_run.cell(cell)

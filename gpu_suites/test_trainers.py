@@ -16,6 +16,7 @@ from rollproof.gpu_suites.reporting import RunReport
 from rollproof.gpu_suites.scorers import empty_cuda
 from rollproof.gpu_suites.spending import Part, Stopwatch
 from rollproof.gpu_suites.trainers import MEGATRON_SETUPS, single_process, summing_on_gpus
+from rollproof.gpu_suites.varlen import use_varlen
 from rollproof.replay.events import Action, Outcome, Purpose, Step
 from rollproof.replay.judging import judge_replay
 from rollproof.replay.megatron.setups import Setup
@@ -34,6 +35,7 @@ HF: dict[str, dict[str, Any]] = {
     "qwen3_moe packed bf16": {"layout": "packed", "dtype": "bfloat16"},
     "deepseek_v3 packed, reentrant, late": {"family": "deepseek_v3", "layout": "packed", "reentrant": True, "late": True},
     "gpt_oss right-padded, late": {"family": "gpt_oss", "layout": "right-padded", "late": True},
+    "qwen3_moe packed bf16, varlen": {"layout": "packed", "dtype": "bfloat16", "varlen": True},
     "qwen3_moe, attention compiled": {"compiled": True},
 }
 """Trainers on one GPU: families, layouts, dtypes, and kinds of gradient checkpointing."""
@@ -84,7 +86,7 @@ def repeatable() -> Iterator[None]:
 
 @transformers
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if "compiled" in options else []) for name, options in HF.items()]
+    "name", [pytest.param(name, marks=[pytest.mark.full] if {"compiled", "varlen"} & set(options) else []) for name, options in HF.items()]
 )
 @pytest.mark.usefixtures("repeatable")
 def test_hf(name: str, rollproof_run: RunReport) -> None:
@@ -93,10 +95,15 @@ def test_hf(name: str, rollproof_run: RunReport) -> None:
     from rollproof.replay.hf.setups import Setup as HfSetup
     from rollproof.replay.hf.trainer import HfTrainer
 
+    class Varlen(HfTrainer):
+        def _model(self, seed: int = 5) -> Any:
+            return use_varlen(super()._model(seed))
+
     options: dict[str, Any] = {**HF[name], "device": "cuda"}
+    kind = Varlen if options.pop("varlen", False) else HfTrainer
     if "layout" in options:
         options["layout"] = Layout(options["layout"])
-    told(timed(lambda: HfTrainer(HfSetup(**options)), f"hf {name}", rollproof_run))
+    told(timed(lambda: kind(HfSetup(**options)), f"hf {name}", rollproof_run))
 
 
 @transformers

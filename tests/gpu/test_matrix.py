@@ -64,6 +64,9 @@ class Trainer:
             logprobs.append(base + noise - self.size * wrong)
         return Scored(logprobs=tuple(logprobs), routes=tuple(used))
 
+    def repeated(self, units: Sequence[Any], native: Scored) -> Scored:
+        return self.score(units, native.routes)
+
     def _native(self, unit: Any) -> Any:
         made = np.array(unit.routes, dtype=np.int64)
         made[:: self.every] = (made[:: self.every] + 1) % 8

@@ -84,12 +84,15 @@ class MegatronTrainer:
         """
         return self._ran(replace(step, action=Action.REPLAY), spy, in_place=True)
 
-    def score(self, step: Step) -> Outcome:
-        """A step of samples as an engine sampled them, whose token ids repeat: routers are not watched."""
-        if step.action is Action.REPLAY and self.setup.code is ReplayCodeName.CORE:
+    def score(self, step: Step, *, in_place: bool = False) -> Outcome:
+        """A step of samples as an engine sampled them, whose token ids repeat: routers are not watched.
+
+        ``in_place`` as in ``replay_in_place``.
+        """
+        if step.action is Action.REPLAY and not in_place and self.setup.code is ReplayCodeName.CORE:
             for sample in step.samples:
                 self._checked(sample)
-        return self._outcome(step, self._asked(step, watch=False))
+        return self._outcome(step, self._asked(step, in_place=in_place, watch=False))
 
     def variant(self, name: str) -> MegatronTrainer:
         """See ``ReplaySubject``: a model without MoE layers, or with routers that replay must refuse (``setups.UNSUPPORTED``)."""
