@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rollproof.contract import Filler, LayerAxis, PartialOff, Provenance, ResumeBy, Rows, Versions
 from rollproof.fakes.flavours import Recompute
 from rollproof.fakes.fleet import Fleet
 from rollproof.fakes.resuming import FROZEN, AsSampled, Options, Sample
-from rollproof.records import EngineOutput
+from rollproof.records import EngineOutput, Version
 from rollproof.subjects import RolloutSubject
 from rollproof.trace import PauseMode
 
@@ -109,6 +109,36 @@ class AsSampledSpans(AsSampled):
     options: ClassVar[Options] = Options(versions=Versions.SPAN, rows=Rows.ALL, final_row=Filler.ARANGE)
 
 
+class AsSampledBounds(AsSampled):
+    """Bounds: the newest update that had ended when a rollout began and when it ended, widened to what the engines showed."""
+
+    options: ClassVar[Options] = Options(versions=Versions.BOUNDS)
+
+    def start(self, fleet: Fleet) -> None:
+        """Count from the first version on."""
+        super().start(fleet)
+        self._ended: Version = fleet.case.first_version
+        self._begun: dict[str, Version] = {}
+
+    async def update_weights(self, version: int | None) -> None:
+        """An update without a label has no number to count."""
+        await super().update_weights(version)
+        self._ended = version
+
+    async def run(self, sample: Sample) -> bool:
+        """What had ended before the first call is the lower bound."""
+        self._begun[sample.request.request_id] = self._ended
+        return await super().run(sample)
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        """Both bounds, where the engines showed any version."""
+        shown = super().version_tags(sample)
+        if not shown or shown["min_version"] is None:
+            return shown
+        counted = [n for n in (self._begun.pop(sample.request.request_id), self._ended) if isinstance(n, int)]
+        return {"min_version": min([shown["min_version"], *counted]), "max_version": max([shown["max_version"], *counted])}
+
+
 class AsSampledCalls(AsSampled):
     """A tag for each call."""
 
@@ -150,6 +180,7 @@ REFERENCES: Mapping[str, Callable[[], RolloutSubject]] = MappingProxyType(
         "as-sampled": AsSampled,
         "as-sampled-tokens": AsSampledTokens,
         "as-sampled-spans": AsSampledSpans,
+        "as-sampled-bounds": AsSampledBounds,
         "as-sampled-calls": AsSampledCalls,
         "as-sampled-moe": AsSampledMoe,
         "as-sampled-untagged": AsSampledUntagged,

@@ -27,13 +27,15 @@ def tags(kind: Versions, labels: Sequence[Version], mask: Sequence[int], calls: 
 
     ``labels`` and ``mask`` are over response tokens, ``calls`` over the calls that sampled any. Tokens of the environment
     (mask 0) have no version. Minimum, maximum and the one version of a sample, which is that of its last token, are
-    taken over the tokens whose version is known.
+    taken over the tokens whose version is known. Bounds are as narrow as can be.
     """
     known = [label for label, own in zip(labels, mask, strict=True) if own and label is not None]
+    extremes = {"min_version": min(known, default=None), "max_version": max(known, default=None)}
     made: Mapping[Versions, dict[str, Any]] = {
         Versions.NONE: {},
         Versions.SAMPLE: {"version": known[-1] if known else None},
-        Versions.MIN_MAX: {"min_version": min(known, default=None), "max_version": max(known, default=None)},
+        Versions.MIN_MAX: extremes,
+        Versions.BOUNDS: extremes,
         Versions.CALL: {"call_versions": tuple(calls)},
         Versions.SPAN: {"spans": _spans(labels)},
         Versions.TOKEN: {"token_versions": tuple(labels)},

@@ -91,6 +91,9 @@ class Versions(StrEnum):
     NONE = "none"
     SAMPLE = "sample"
     MIN_MAX = "min-max"
+    BOUNDS = "bounds"
+    """A minimum and a maximum that enclose the versions that sampled the tokens, and may be wider: counters of the trainer's side, read
+    when the rollout began and when it ended (prime-rl's ``PolicySpan``)."""
     CALL = "call"
     SPAN = "span"
     TOKEN = "token"

@@ -15,7 +15,7 @@ from rollproof.records import Span, Version
 if TYPE_CHECKING:
     from rollproof.view import RequestView
 
-__all__ = ["UNPUBLISHED", "as_spans", "count_samplers", "judged", "misnamed", "only", "tagged"]
+__all__ = ["UNPUBLISHED", "as_spans", "count_samplers", "judged", "misnamed", "naming", "only", "tagged"]
 
 UNPUBLISHED = (
     "no version was published in the trace, so nobody knows which weights sampled what: in a recording, call `trace.weights(label)` "
@@ -35,6 +35,13 @@ def only(*kinds: Versions) -> Callable[[Contract], str | None]:
 def tagged(contract: Contract) -> str | None:
     """Rules a check out where the contract declares no tag."""
     return "the contract declares versions='none'" if contract.versions is Versions.NONE else None
+
+
+def naming(contract: Contract) -> str | None:
+    """Rules a check out where no tag names a version that sampled: there is none, or bounds, which may be those of an update to come."""
+    if contract.versions is Versions.BOUNDS:
+        return "the contract declares versions='bounds', which name no version that sampled a token"
+    return tagged(contract)
 
 
 def judged(view: RequestView, out: Collector) -> tuple[Delivery, tuple[Sampler, ...]] | None:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollproof.checks import Check, Collector, request_check
-from rollproof.contract import Contract, Versions
+from rollproof.contract import Versions
 from rollproof.invariants.delivery import delivery, missing_reason
 from rollproof.invariants.samplers import Key, Sampler, engines_show_versions, key, published, reply_samplers, samplers
+from rollproof.invariants.tagged import naming, tagged
 from rollproof.invariants.version_words import sampled_by, tag_list
 from rollproof.invariants.wording import count, ranges, share, verb, version_name
 from rollproof.records import Version
@@ -26,10 +27,6 @@ _MUTE = "the engines show no version (their contract declares versions='none')"
 def _mute(view: RequestView) -> bool:
     """Whether the engines declare that they show no version."""
     return view.engine is not None and view.engine.versions is Versions.NONE
-
-
-def _tagged(contract: Contract) -> str | None:
-    return "the contract declares versions='none'" if contract.versions is Versions.NONE else None
 
 
 @request_check(
@@ -92,7 +89,7 @@ def _as_declared(view: RequestView, attempt: Attempt, shown: Key) -> bool:
     promise="Tokens of weights that were loaded without a label do not carry the label of other weights.",
     needs="a weight update without a label, and the versions that really sampled the tokens",
     exercised_by="tokens of unlabelled weights",
-    applies=_tagged,
+    applies=tagged,
 )
 def unlabelled_update(view: RequestView, out: Collector) -> None:
     """Look at what engine and sample say of tokens whose weights never had a label."""
@@ -129,7 +126,7 @@ def unlabelled_update(view: RequestView, out: Collector) -> None:
     promise="Where the engine showed no version, the sample says that it is unknown, or names the true one; it does not guess.",
     needs="tokens for which an engine that shows versions showed none, and the versions that really sampled them",
     exercised_by="tokens without a shown version",
-    applies=_tagged,
+    applies=naming,
 )
 def unknown_stays_unknown(view: RequestView, out: Collector) -> None:
     """Compare the tags of such tokens with the truth. Engines that show no versions at all leave it to the stack to know."""

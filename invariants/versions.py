@@ -15,7 +15,7 @@ from rollproof.contract import Versions
 from rollproof.invariants import version_engine, version_places
 from rollproof.invariants.delivery import missing_reason
 from rollproof.invariants.samplers import Key, Sampler, key, order, published
-from rollproof.invariants.tagged import UNPUBLISHED, count_samplers, judged, only, tagged
+from rollproof.invariants.tagged import UNPUBLISHED, count_samplers, judged, naming, only, tagged
 from rollproof.invariants.version_words import sampled_by, tag_list, tags_of
 from rollproof.invariants.wording import count, listing, verb, version_name
 from rollproof.records import Rollout, Version
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from rollproof.view import RequestView
 
 __all__ = ["CHECKS"]
+
+_OF_THE_SAMPLE = (Versions.SAMPLE, Versions.MIN_MAX, Versions.BOUNDS)
+"""Tags of which a sample has one for all of its tokens."""
 
 
 @request_check(
@@ -43,7 +46,7 @@ def present(view: RequestView, out: Collector) -> None:
         return None
     rollout, parts = both[0].rollout, both[1]
     told = [part for part in parts if part.shown is not None and part.labels and not part.misled]
-    if not told or (len(told) < len(parts) and view.contract.versions in (Versions.SAMPLE, Versions.MIN_MAX)):
+    if not told or (len(told) < len(parts) and view.contract.versions in _OF_THE_SAMPLE):
         return out.absent("the engines showed no version for some of the tokens")
     out.exercised("tags")
     out.exercised("tags of version 0", int(any(part.shown == 0 for part in told)))
@@ -66,7 +69,7 @@ def _absent_tags(view: RequestView, rollout: Rollout, told: Sequence[Sampler]) -
     kind = view.contract.versions
     if kind is Versions.SAMPLE:
         return ["version"] if rollout.version is None else []
-    if kind is Versions.MIN_MAX:
+    if kind in (Versions.MIN_MAX, Versions.BOUNDS):
         return [name for name, tag in (("min version", rollout.min_version), ("max version", rollout.max_version)) if tag is None]
     if kind is Versions.CALL:
         return [] if rollout.call_versions else ["call versions"]
@@ -81,7 +84,7 @@ def _absent_tags(view: RequestView, rollout: Rollout, told: Sequence[Sampler]) -
     promise="A tag names a version that was published, never one made up.",
     needs="a delivered sample with tags, and the weight updates of the run",
     exercised_by="tags",
-    applies=tagged,
+    applies=naming,
 )
 def only_published(view: RequestView, out: Collector) -> None:
     """Look every tag of the sample up among the published labels."""
@@ -163,13 +166,13 @@ def min_max(view: RequestView, out: Collector) -> None:
     low, high = rollout.min_version, rollout.max_version
     if low is None or high is None or not (published(view.history, low) and published(view.history, high)):
         return out.absent("the samples carry no published min and max version")
-    if not count_samplers(parts, out):
-        return None
     sets = [part.accepted for part in parts]
     known = [labels for labels in sets if labels is not None]
     ranks = order(view.history, [key(low), key(high), *(label for labels in known for label in labels if label is not None)])
-    if len(known) < len(sets) or ranks is None:
+    if ranks is None:
         return out.absent("the order of the versions is not known")
+    if not count_samplers(parts, out) or len(known) < len(sets):
+        return None
     wrong = [
         name for name, tag, right in (("min", low, _lowest(known, ranks)), ("max", high, _highest(known, ranks))) if key(tag) not in right
     ]
@@ -215,6 +218,47 @@ def _min_max_hint(view: RequestView, tag: Version, low: Version, high: Version, 
             + zero
         )
     return "Fold both tags over every reply that brought tokens, whatever their order: versions go back when a replica lags behind." + zero
+
+
+@request_check(
+    "versions.bounds",
+    promise="No token of a sample was sampled under a version older than its lower bound, or newer than its upper one.",
+    needs="a delivered sample, and the versions that sampled its tokens",
+    exercised_by=("samples under one version", "samples across versions"),
+    applies=only(Versions.BOUNDS),
+)
+def bounds(view: RequestView, out: Collector) -> None:
+    """Look for tokens whose every possible version lies outside ``min_version`` to ``max_version``."""
+    both = judged(view, out)
+    if both is None:
+        return None
+    rollout, parts = both[0].rollout, both[1]
+    low, high = rollout.min_version, rollout.max_version
+    if low is None or high is None:
+        return out.absent("the samples carry no two bounds")
+    known = [(part, frozenset(label for label in part.accepted or () if label is not None)) for part in parts]
+    ranks = order(view.history, [key(low), key(high), *(label for _, labels in known for label in labels)])
+    if ranks is None:
+        return out.absent("the order of the versions is not known: a bound was never published, and not all are numbers")
+    if not count_samplers(parts, out):
+        return None
+    older = [part for part, labels in known if labels and max(ranks[label] for label in labels) < ranks[key(low)]]
+    newer = [part for part, labels in known if labels and min(ranks[label] for label in labels) > ranks[key(high)]]
+    if not older and not newer:
+        return None
+    return out.finding(
+        f"Tokens of the sample were sampled by weights {'older' if older else 'newer'} than its {'lower' if older else 'upper'} bound",
+        expected=f"bounds that enclose {sampled_by(older or newer)}",
+        observed=f"min {low}, max {high}",
+        where=view.where(index=(older or newer)[0].start, version=low if older else high),
+        hint=(
+            "The counter was raised while the engines still sampled under the old weights, and a rollout that began then read it: raise "
+            "what the lower bound is read from after the update."
+            if older
+            else "The counter was raised when the engines already sampled under the new weights, and a rollout that ended by then did "
+            "not see it: raise what the upper bound is read from before the update."
+        ),
+    )
 
 
 @request_check(
@@ -294,6 +338,7 @@ CHECKS: tuple[Check, ...] = (
     only_published,
     sample_tag,
     min_max,
+    bounds,
     call_tags,
     *version_places.CHECKS,
     *version_engine.CHECKS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +72,25 @@ class _EmptyCallsCount(AsSampled):
 
     def version_tags(self, sample: Sample) -> dict[str, Any]:
         return {**super().version_tags(sample), "min_version": self._first}
+
+
+class _BoundsBeforeThePause(AsSampled):
+    """Bounds are read from a counter when a rollout begins and when it ends; an update raises it while the engines still sample."""
+
+    options = Options(versions=Versions.BOUNDS)
+    _counter = 0
+
+    async def update_weights(self, version: int | None) -> None:
+        self._counter = self.fleet.weights_of(None) if version is None else version
+        await asyncio.sleep(3 * self.chosen.back_off)  # the trainer drains what is too stale, before the engines pause
+        await super().update_weights(version)
+
+    async def run(self, sample: Sample) -> bool:
+        self._begun = self._counter
+        return await super().run(sample)
+
+    def version_tags(self, sample: Sample) -> dict[str, Any]:
+        return {"min_version": self._begun, "max_version": self._counter}
 
 
 class _LastVersionOnly(AsSampled):
@@ -178,6 +198,7 @@ class _KeepsOldLabel(FakeEngine):
 
 
 _SYNC_AT_START = case(act(ActionKind.SYNC, 0))
+_BEGUN_BEFORE_THE_PAUSE = case(act(ActionKind.SYNC, 2), requests=(request(), request("r1", (21, 22))), arrivals=(0.0, 2.5))
 _DRAINED = case(act(ActionKind.SYNC, 5), pause_mode=PauseMode.WAIT)
 _OVERTAKEN = case(act(ActionKind.SYNC, 3), pause_mode=PauseMode.KEEP)
 _UNLABELLED = case(act(ActionKind.SYNC_UNLABELLED, 3))
@@ -248,6 +269,14 @@ BUGS: tuple[KnownBug, ...] = (
         make=_ComparedAsText,
         cases=(_TO_TEN,),
         kills=("versions.min-max",),
+    ),
+    KnownBug(
+        id="bounds-raised-before-the-pause",
+        summary="The counter that bounds a rollout's versions is raised while the engines still sample under the old weights.",
+        refs=("prime-rl watcher.py (559b44772)", "prime-rl#1764"),
+        make=_BoundsBeforeThePause,
+        cases=(_BEGUN_BEFORE_THE_PAUSE,),
+        kills=("versions.bounds",),
     ),
     KnownBug(
         id="aborted-calls-untagged",

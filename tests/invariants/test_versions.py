@@ -13,7 +13,7 @@ from tests.support.rollouts import Part, blamed, tell
 from tests.support.telling import Teller, check, finds, passes, unknown
 
 OLD, NEW = Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1, reason="stop")
-KINDS = ("sample", "min-max", "call", "span", "token")
+KINDS = ("sample", "min-max", "bounds", "call", "span", "token")
 
 
 def updated(story: Teller, version: int = 1) -> Trace:
@@ -43,7 +43,7 @@ class TestCorrect:
     def test_labels_as_text(self, kind: str) -> None:
         """Their order is that of publication."""
         named = {0: "base", 1: "after-1", 2: "2"}
-        assert set() == blamed(tell(OLD, NEW, versions="token" if kind == "min-max" else kind, labels=named))
+        assert set() == blamed(tell(OLD, NEW, versions="token" if kind in ("min-max", "bounds") else kind, labels=named))
 
     def test_numbers_spelled_as_text(self, kind: str) -> None:
         """SGLang shows ``"1"`` where a stack keeps 1."""
@@ -100,7 +100,7 @@ class TestCorrect:
         story = tell(part, versions=kind, teller=warm(kind))
         assert set() == blamed(story)
         if kind != "call":
-            name = {"sample": "sample-tag", "min-max": "min-max", "span": "span-tags", "token": "token-tags"}[kind]
+            name = {"sample": "sample-tag", "min-max": "min-max", "bounds": "bounds", "span": "span-tags", "token": "token-tags"}[kind]
             reason = "not known" if kind in ("span", "token") else "the versions of some tokens cannot be known"
             unknown(f"versions.{name}", story, reason)
 

@@ -170,6 +170,7 @@ def _sample(out: Teller, known: _Known, reason: str) -> dict[str, Any]:
     tags: dict[str, dict[str, Any]] = {
         "sample": {"version": sampled[-1] if sampled else None},
         "min-max": {"min_version": min(numbers, default=None), "max_version": max(numbers, default=None)},
+        "bounds": {"min_version": min(numbers, default=None), "max_version": max(numbers, default=None)},
         "call": {"call_versions": known.calls},
         "span": {"spans": spans},
         "token": {"token_versions": known.labels},
