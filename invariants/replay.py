@@ -206,13 +206,16 @@ def _records(contract: Contract) -> str | None:
 def _recorded(view: StepView, out: Collector) -> None:
     if view.step.action is not Action.RECORD or not view.ordinary or _skipped(view, out) or view.outcome is None or not view.done:
         return
-    chosen = chosen_by(view.contract, view.step, list(view.calls_of("policy", Phase.FORWARD)))
+    chosen = chosen_by(view.contract, view.step, list(view.calls_of("policy", Phase.FORWARD)), dropped=True)
     if chosen is None:
         out.absent("the spy did not see every row of the recording pass")
         return
     for number, sample in enumerate(view.step.samples):
-        out.exercised("samples compared")
         start = int(view.targets.starts[number])
+        if not (chosen[start : start + sample.total] >= 0).all(axis=2).any():
+            out.absent("routers gave every token to fewer than top_k experts, and such a row cannot be replayed: record without a capacity")
+            continue
+        out.exercised("samples compared")
         problem = _misrecorded(view.contract, view.outcome.recorded.get(sample.request_id), chosen[start : start + sample.total])
         if problem is not None:
             out.finding(
@@ -234,7 +237,8 @@ def _misrecorded(contract: Contract, recorded: IntArray | None, chosen: IntArray
     if len(recorded) not in (len(chosen), len(chosen) - 1):
         return f"{count(len(recorded), 'row')}"
     got = np.sort(recorded[:, list(contract.moe_columns)].astype(np.int64), axis=2)
-    seen = (chosen[: len(got)] >= 0).all(axis=2)  # a final token that was not forwarded may have any filler
+    # A final token that was not forwarded may have any filler, and so may the place of an expert that was dropped.
+    seen = (chosen[: len(got)] >= 0).all(axis=2)
     wrong = seen & (got != np.sort(chosen[: len(got)], axis=2)).any(axis=2)
     if not wrong.any():
         return None

@@ -17,6 +17,7 @@ __all__ = ["Origin", "Strays", "told_origin"]
 _Places: TypeAlias = "npt.NDArray[np.int64]"
 _NOWHERE = -3
 """An id that no router executes."""
+_SHOWN = 4
 
 
 class Strays(NamedTuple):
@@ -99,6 +100,23 @@ def _of_other_layers(strays: Strays) -> Iterator[Origin]:
         yield Origin(values, f"the target of the MoE layer {_away(by)}", _LAYER)
 
 
+def _of_layers_in_another_order(strays: Strays) -> Iterator[Origin]:
+    """Each layer on its own: which other one's targets most of its rows executed."""
+    of = np.full(len(strays.targets.layers), _NOWHERE)
+    for column in np.unique(strays.column).tolist():
+        rows = strays.column == column
+        for other in range(len(of)):
+            values = np.sort(strays.targets.experts[strays.place[rows], other], axis=1)
+            if other != column and (values == strays.executed[rows]).all(axis=1).mean() > 0.5:
+                of[column] = other
+    if (of >= 0).any():
+        layers = strays.targets.layers
+        told = [f"layer {layers[int(mine)]} executes that of layer {layers[int(of[mine])]}" for mine in np.flatnonzero(of >= 0)]
+        rest = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+        values = _at(strays.targets, strays.sample, strays.position, of[strays.column])
+        yield Origin(values, f"the target of another MoE layer ({', '.join(told[:_SHOWN])}{rest})", _LAYER)
+
+
 def _own(strays: Strays) -> Iterator[Origin]:
     if strays.native is not None:
         yield Origin(strays.native[strays.place, strays.column], "what the router chooses by itself", _NATIVE)
@@ -129,6 +147,7 @@ _ORIGINS: tuple[Callable[[Strays], Iterator[Origin]], ...] = (
     _zeros,
     _shifted,
     _of_other_layers,
+    _of_layers_in_another_order,
     _own,
     _of_other_samples,
     _stale,

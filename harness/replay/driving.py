@@ -114,11 +114,11 @@ def make_subject(factory: SubjectFactory, label: str) -> Any:
         blame(error, label)
         raise SubjectError(f"{label} could not be made: {told(error)}.") from error
     contract = getattr(subject, "contract", None)
-    if not isinstance(contract, Contract) or contract.replay is None or not callable(getattr(subject, "run", None)):
-        raise SubjectError(
-            f"{label} made a {type(subject).__name__}, which is no ReplaySubject: it needs a `contract` with replay terms "
-            "(rollproof.replay.contract.trainer_contract makes one) and a method `run(step, spy)`."
-        )
+    missing = [] if callable(getattr(subject, "run", None)) else ["a method `run(step, spy)`"]
+    if not isinstance(contract, Contract) or contract.replay is None:
+        missing.insert(0, "a `contract` with replay terms (rollproof.replay.contract.trainer_contract makes one)")
+    if missing:
+        raise SubjectError(f"{label} made a {type(subject).__name__}, which is no ReplaySubject: it needs {' and '.join(missing)}.")
     return subject
 
 

@@ -29,13 +29,21 @@ def sound_outcome(outcome: Any, step: Step, label: str) -> Outcome:
             index=-1,
             step=step.name,
             loss=None if outcome.loss is None else float(outcome.loss),
-            logprobs=_floats(outcome.logprobs, str),
+            logprobs=_logprobs(outcome.logprobs),
             gradients=_sketches(outcome.gradients, str),
             gates=_sketches(outcome.gates, int),
             recorded={str(name): np.array(array) for name, array in outcome.recorded.items()},
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise SubjectError(f"{label}.run returned an unusable Outcome for step {step.name!r}: {told(error)}.") from error
+
+
+def _logprobs(arrays: Mapping[Any, Any]) -> dict[str, FloatArray]:
+    found = _floats(arrays, str)
+    for name, array in found.items():
+        if array.ndim != 1:
+            raise ValueError(f"the logprobs of {name!r} have the shape {array.shape}, not (response tokens,)")
+    return found
 
 
 def _sketches(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray]:

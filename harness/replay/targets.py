@@ -57,19 +57,22 @@ class Targets:
         return self.layers.index(layer) if layer in self.layers else None
 
 
-def chosen_by(contract: Contract, step: Step, calls: Sequence[Routing]) -> IntArray | None:
+def chosen_by(contract: Contract, step: Step, calls: Sequence[Routing], *, dropped: bool = False) -> IntArray | None:
     """What routers chose in ``calls`` of the forward pass of ``step``: ``(tokens, MoE layers, top_k)``; ``None`` where a row is missing.
 
-    The final token of a sample predicts nothing, and a trainer need not forward it: its row may be -1.
+    The final token of a sample predicts nothing, and a trainer need not forward it: its row may be -1. With ``dropped``, other rows may
+    hold -1, too, where a router gave a token to fewer than top_k experts (a capacity factor).
     """
     frame = Targets(contract, step.samples)
     chosen: IntArray = np.full(frame.experts.shape, -1, dtype=np.int32)
+    seen = np.zeros(chosen.shape[:2], dtype=bool)
     for call in calls:
         column = frame.column(call.layer)
         if column is None or call.experts.shape[1] != (contract.top_k or 1):
             continue
         places = frame.places(call)
         chosen[places[places >= 0], column] = call.experts[places >= 0]
-    missing = np.asarray((chosen < 0).any(axis=(1, 2)))
+        seen[places[places >= 0], column] = True
+    missing = ~seen.all(axis=1) if dropped else np.asarray((chosen < 0).any(axis=(1, 2)))
     missing[frame.finals] = False
     return None if missing.any() else chosen

@@ -42,6 +42,22 @@ class OtherLayers(ReplayTrainer):
         return {layer: right[max(0, layer - 1)] for layer in right}
 
 
+class Swapped(ReplayTrainer):
+    """The first two MoE layers get one another's routes."""
+
+    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+        right = super().targets(step, microbatch, rank, source, chunk)
+        return {layer: right[{0: 1, 1: 0}.get(layer, layer)] for layer in right}
+
+
+class Backwards(DenseFirst):
+    """A list of layers that was built from the end."""
+
+    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+        right = super().targets(step, microbatch, rank, source, chunk)
+        return dict(zip(right, reversed(right.values()), strict=True))
+
+
 class OtherSamples(ReplayTrainer):
     """Samples get the routes of the sample behind."""
 
@@ -89,6 +105,8 @@ class Zeros(CapturedPrefix):
         (type("Before", (ReplayTrainer,), {"payload": _shift(1)}), "placement", "are the target of the position before", "slime#1045"),
         (type("After", (ReplayTrainer,), {"payload": _shift(-1)}), "placement", "are the target of the position after", "slime#1045"),
         (OtherLayers, "placement", "are the target of the MoE layer before", "verl#5037"),
+        (Swapped, "placement", "another MoE layer (layer 0 executes that of layer 1, layer 1 executes that of layer 0)", "verl#5037"),
+        (Backwards, "placement", "are the target of another MoE layer (layer ", "verl#5037"),
         (OtherSamples, "placement", "are the target of the same position in the sample after", "to their own microbatch"),
         (Stale, "placement", "are the target of step 'first batch'", "SkyRL#1908"),
         (Native, "switching", "are what the router chooses by itself", "verl#7340"),

@@ -215,6 +215,28 @@ class MasksPadding(DenseFirst):
             spy.extend(own.events)
 
 
+class _Overflowing(Spy):
+    """Sees what is left of a router's choice when full experts turned tokens away."""
+
+    def routed(self, layer: int, experts: Any, **places: Any) -> None:
+        left = np.array(experts)
+        left[np.asarray(places["positions"]) == 1, 0] = -1
+        super().routed(layer, left, **places)
+
+
+class Capacity(Recording):
+    """Experts turn tokens away in the recording pass, behind what is recorded: such rows are not compared."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        if step.action is not Action.RECORD:
+            return super().work(step, spy)
+        own = _Overflowing(step)
+        try:
+            return super().work(step, own)
+        finally:
+            spy.extend(own.events)
+
+
 class Retrying(ReplayTrainer):
     """Runs a step that failed once more."""
 
@@ -316,6 +338,7 @@ class EveryExpert(ReplayTrainer):
         (Dropping, {"forward": "pass", "self-loss": "unknown", "aftermath": "unknown", "gate-slope": "unknown", "free-rows": "unknown"}),
         (Updating, {"forward": "pass", "self-loss": "unknown", "aftermath": "unknown", "off": "unknown"}),
         (MasksPadding, {"assignments": "pass", "gate-slope": "pass", "targets": "pass", "edges": "pass"}),
+        (Capacity, {"recorded": "pass", "assignments": "pass"}),
         (Retrying, {"failures": "unknown", "aftermath": "pass"}),
         (RefusesNaN, {"edges": "pass"}),
         (NoneForZeros, {"self-gradients": "pass", "aftermath": "pass"}),

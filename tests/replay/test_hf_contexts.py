@@ -185,6 +185,44 @@ def test_a_pass_is_entered_once(model: Any) -> None:
         hf_replay(model, GOOD).__exit__(None, None, None)
 
 
+def test_a_second_forward_is_refused(model: Any) -> None:
+    """Two microbatches of as many rows in one context: the second would execute the routes of the first, without an error."""
+
+    def twice() -> None:
+        with hf_replay(model, GOOD):
+            loss(model)
+            loss(model, IDS.flip(0))
+
+    with pytest.raises(ReplayError, match="called a second time in one context, whose routes are those of one forward"):
+        twice()
+    assert_untouched(model)
+
+
+def test_a_replay_in_a_recording_records_nothing_and_says_so(model: Any) -> None:
+    """The inner context counts, so that the outer one has nothing: either way round it is told."""
+    with pytest.raises(ReplayError, match="Nothing was recorded, for no router was called"), hf_record(model), hf_replay(model, GOOD):
+        loss(model)
+    with pytest.raises(ReplayError, match="ran in a context within it"), hf_replay(model, GOOD), hf_record(model):
+        loss(model)
+    assert_untouched(model)
+
+
+def test_a_forward_that_others_put_around_is_left_to_them(model: Any) -> None:
+    """A profiler that wraps a router's forward within the context and goes on: routes end with the context all the same."""
+    gate = model.model.layers[0].mlp.gate
+    expected = float(loss(model).detach())
+    calls = []
+    with hf_replay(model, GOOD):
+        inner = gate.forward
+        gate.forward = lambda hidden: (calls.append(1), inner(hidden))[1]
+        loss(model)
+
+    assert expected == float(loss(model).detach())
+    assert [1, 1] == calls
+    del gate.forward
+    assert_untouched(model)
+
+
 def test_a_recording_wants_one_forward(model: Any) -> None:
     """Before a forward there are no routes, and a second forward in one recording is refused."""
     with hf_record(model) as taken:

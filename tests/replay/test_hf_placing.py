@@ -77,6 +77,30 @@ def test_rows_that_do_not_fit_their_tokens_are_refused(routes: Any, mask: Any, m
         batch_routes(routes, mask)
 
 
+@pytest.mark.parametrize(
+    ("routes", "cumulative", "lengths", "message"),
+    [
+        (None, [0, 2], None, "Routes are a sequence with one array .* for each sample, not NoneType"),
+        ([coded(0, 2)], [[0, 2]], None, r"Cumulative lengths are \(1, 2\), not \(2,\)"),
+        ([coded(0, 2)], [1, 3], None, r"Cumulative lengths are integers that begin with 0 and never fall, not \[1, 3\]"),
+        ([coded(0, 4), coded(1, 2)], [0, 4, 2], None, "never fall"),
+        ([coded(0, 2)], [0.0, 2.5], None, r"are integers that begin with 0 and never fall, not \[0.0, 2.5\]"),
+        ([coded(0, 0)], [0, 2], [-1], r"Samples have lengths \[-1\]: none can be negative"),
+    ],
+)
+def test_cumulative_lengths_that_are_none_are_refused(routes: Any, cumulative: Any, lengths: Any, message: str) -> None:
+    """What is no list of boundaries places nothing."""
+    with pytest.raises(RoutesError, match=message):
+        packed_routes(routes, cumulative, lengths)
+
+
+def test_an_additive_mask_is_refused() -> None:
+    """A mask of 0 and minus infinity would be taken the wrong way round; one of floats that are 0 and 1 is a mask."""
+    assert coded(0, 2).tolist() == batch_routes([coded(0, 2)], [[0.0, 1.0, 1.0]])[0, 1:].tolist()
+    with pytest.raises(RoutesError, match="The attention mask is float64 and holds more than 0 and 1"):
+        batch_routes([coded(0, 2)], [[0.0, -1e9, -1e9]])
+
+
 def test_a_captured_prefix_has_to_be_declared() -> None:
     """Fewer rows than tokens are taken for a fault, unless the caller says that they may be."""
     placed = batch_routes([coded(0, 2)], [[1, 1, 1, 1, 1]], prefix=True)

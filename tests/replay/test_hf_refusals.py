@@ -41,6 +41,9 @@ pytestmark = [
         (GOOD[0], r"Routes are \(rows, layers, top_k\) or \(batch, width, layers, top_k\), not \(3, 2\)"),
         (None, "Routes must be an array or a tensor of integers, not NoneType"),
         ([[["a"]]], "Routes must be an array or a tensor of integers, not list"),
+        (np.ma.masked_array(GOOD, mask=GOOD == 1), "Routes are a masked array, and what is masked would be replayed"),
+        (torch.from_numpy(GOOD).to_sparse(), "Routes are a torch.sparse_coo tensor"),
+        (torch.from_numpy(GOOD).to("meta"), "Routes are a meta tensor"),
     ],
 )
 def test_bad_routes_are_refused_before_anything_runs(model: Any, routes: Any, message: str) -> None:
@@ -62,7 +65,12 @@ def test_a_bad_row_that_is_masked_out_is_nobodys_business(model: Any) -> None:
 
 @pytest.mark.parametrize(
     ("mask", "message"),
-    [(np.ones(3, dtype=bool), r"The mask is \(3,\), the routes have the places \(22,\)"), (np.ones(ROWS), "The mask is of torch.float64")],
+    [
+        (np.ones(3, dtype=bool), r"The mask is \(3,\), the routes have the places \(22,\)"),
+        (np.ones(ROWS), "The mask is of torch.float64"),
+        ("all", "The mask must be an array or a tensor, one value for each row, not str"),
+        ([[1], [1, 1]], "The mask must be an array or a tensor, one value for each row, not list"),
+    ],
 )
 def test_a_mask_that_does_not_fit_is_refused(model: Any, mask: Any, message: str) -> None:
     """A mask of other places, or one that is additive, is not taken for a mask of rows."""
@@ -103,6 +111,12 @@ def test_routes_that_no_router_used_are_told(model: Any) -> None:
     assert_untouched(model)
 
 
+def with_two_configurations() -> Any:
+    model = torch.nn.Linear(2, 2)
+    model.config = transformers.AutoConfig.for_model("musicgen")
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -112,8 +126,9 @@ def test_routes_that_no_router_used_are_told(model: Any) -> None:
         (lambda: None, "and this is a NoneType"),
         (lambda: torch.nn.ModuleList([tiny_model("qwen3_moe"), tiny_model("qwen3_moe")]), "several stacks of layers with routers"),
         (lambda: torch.compile(tiny_model("qwen3_moe"), backend="eager"), "is compiled"),
+        (lambda: with_two_configurations(), "has no configuration of HF transformers"),
     ],
-    ids=["dense", "all layers dense", "no model", "nothing", "two decoders", "compiled"],
+    ids=["dense", "all layers dense", "no model", "nothing", "two decoders", "compiled", "encoder and decoder"],
 )
 def test_models_without_routers_to_replay_are_refused(make: Any, message: str) -> None:
     """A model in which nothing could be replayed, or more than one thing, is told as what it is."""
@@ -130,10 +145,31 @@ def test_parts_without_routers_may_be_compiled(model: Any) -> None:
         find_routers(model)
 
 
-def test_a_wrapped_router_is_refused(model: Any) -> None:
-    """A gate whose weight is hidden in a wrapper (LoRA) is not found beyond doubt, and said to be."""
-    model.model.layers[1].mlp.gate = torch.nn.Sequential(model.model.layers[1].mlp.gate)
+def test_a_router_with_a_hidden_weight_is_refused(model: Any) -> None:
+    """A gate whose weight is packed into another shape is not found beyond doubt, and neither is one of two."""
+    gate = model.model.layers[1].mlp.gate
+    gate.weight = torch.nn.Parameter(gate.weight.detach().reshape(-1, 1))
     with pytest.raises(RouterError, match=r"The MoE block model.layers.1.mlp .* has 0 children with a weight \(8, hidden\)"):
+        find_routers(model)
+    other = tiny_model("qwen3_moe")
+    other.model.layers[1].mlp.second = torch.nn.Linear(32, 8)
+    with pytest.raises(RouterError, match="has 2 children with a weight"):
+        find_routers(other)
+
+
+def test_sizes_that_differ_from_layer_to_layer_are_refused(model: Any) -> None:
+    """Transformers raises where a heterogeneous configuration is asked for one value: told as ours."""
+
+    class Heterogeneous:
+        def get_text_config(self) -> Any:
+            return self
+
+        @property
+        def num_experts(self) -> int:
+            raise RuntimeError("per-layer attribute")
+
+    model.config = Heterogeneous()
+    with pytest.raises(RouterError, match=r"Heterogeneous has no one value of \['num_experts', .* for all layers"):
         find_routers(model)
 
 
@@ -144,3 +180,13 @@ def test_a_block_that_does_not_call_its_router_is_told(model: Any) -> None:
     with pytest.raises(ReplayError, match=r"layer: calls \{0: 1, 1: 1, 2: 0\}"), hf_replay(model, GOOD):
         loss(model)
     del block.forward
+
+
+def test_a_model_compiled_as_one_graph_is_told_what_to_do(model: Any) -> None:
+    """Routers that were found before `torch.compile(fullgraph=True)`: the compiler's error says that rollproof replays there."""
+    routers = find_routers(model)
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"(?s)rollproof replays routes here.*without fullgraph=True"), hf_replay(routers, GOOD):
+        loss(whole)
+    assert_untouched(model)

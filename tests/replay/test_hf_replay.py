@@ -143,6 +143,7 @@ def test_every_integer_type_and_both_layer_axes_are_taken(dtype: Any) -> None:
     assert expected[0] == trained(model, whole)[0]
     assert expected[0] == trained(model, whole.reshape(2, 11, 3, 2))[0]
     assert expected[0] == trained(model, torch.from_numpy(whole[:, 1:].copy()))[0]
+    assert expected[0] == trained(model, whole[::-1].astype(np.dtype(dtype).newbyteorder())[::-1])[0]
 
 
 def test_rows_without_a_target_route_natively(model: Any) -> None:

@@ -43,7 +43,8 @@ def hf_replay(model: Any, routes: Any, mask: Any = None) -> Pass:
     Run the forward of one microbatch in it, and its backward in it or later. Gradient checkpointing (both kinds), DDP and FSDP2
     compose with it. The weights of the experts are computed from live scores, so the routers have gradients. Raises ``RoutesError`` and
     ``RouterError`` before anything runs, ``RouterError`` in the first forward for a router that cannot be replayed, and ``ReplayError``
-    when a router is given other rows, is not reached, or executes other experts. Nothing is left on the model, whatever happens.
+    when a router is given other rows, is not reached, is reached by a second forward, or executes other experts. Nothing is left on the
+    model, whatever happens.
     """
     routers = model if isinstance(model, Routers) else find_routers(model)
     return Pass(routers, checked_targets(routes, mask, routers))
@@ -60,6 +61,11 @@ def hf_record(model: Any) -> Recorded:
 class Pass:
     """Replays one microbatch: see ``hf_replay``. A pass is entered once."""
 
+    _unused = (
+        "Routes were installed and no router was called: the forward of this model did not run in the context, or ran in a context within "
+        "it, or code that was compiled or fused before does not call the routers."
+    )
+
     def __init__(self, routers: Routers, targets: Targets | None) -> None:
         self.routers: Routers = routers
         self._ids: dict[int, torch.Tensor] = {}
@@ -67,6 +73,7 @@ class Pass:
         self._executed: dict[int, torch.Tensor] = {}
         self._calls: dict[int, int] = dict.fromkeys(routers.layers, 0)
         self._wrong: list[torch.Tensor] = []
+        self._held: dict[int | None, list[_Seat]] = {}
         self._entered = False
         self._hook: Any = None
         self.thread: int = threading.get_ident()
@@ -82,8 +89,7 @@ class Pass:
         self._entered = True
         self.thread = threading.get_ident()
         _refuse_other_thread(self.routers)
-        for router in self.routers.all:
-            _Seat.of(router).push(self, task=None)
+        self._take([_Seat.of(router) for router in self.routers.all], None)
         self._hook = self.routers.owner.register_forward_hook(self._bind)
         return self
 
@@ -97,16 +103,25 @@ class Pass:
 
     def route(self, router: Router, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """One call of a router."""
+        backward = _task() is not None
+        if not backward and self._calls[router.layer]:
+            raise ReplayError(self._twice(router))
         shape: dict[str, Any] = {"num_experts": self.routers.num_experts, "top_k": self.routers.top_k, "who": str(router)}
+        output, ids = intercepted(forward, args, kwargs, choose=lambda scores: self._choose(router, scores, backward), **shape)
+        # Afterwards: the trial has no graph, and a weight that is computed (LoRA) is kept from its first use to the next.
         if router.layer not in self.routers.proven and probe(forward, args, **shape):
             self.routers.proven.add(router.layer)
-        backward = _task() is not None
-        output, ids = intercepted(forward, args, kwargs, choose=lambda scores: self._choose(router, scores, backward), **shape)
         executed = executed_ids(output, tuple(ids.shape), str(router))
         self._wrong.append((executed.sort(-1).values != ids.sort(-1).values).any())
         if not backward:
             self._calls[router.layer] += 1
         return output
+
+    def _twice(self, router: Router) -> str:
+        return (
+            f"{router} is called a second time in one context, whose routes are those of one forward of one microbatch: the second forward "
+            "would execute the first one's, without an error where both have as many rows. Give every forward a context of its own."
+        )
 
     def _choose(self, router: Router, scores: torch.Tensor, backward: bool) -> torch.Tensor:
         ids = self._ids[router.layer]
@@ -127,14 +142,10 @@ class Pass:
         return chosen
 
     def _settle(self) -> None:
-        """Every router was called, all equally often, and executed its target."""
-        calls = set(self._calls.values())
-        if calls == {0}:
-            raise ReplayError(
-                "Routes were installed and no router was called: the forward of this model did not run in the context, or code that was "
-                "compiled or fused before does not call the routers."
-            )
-        if len(calls) > 1:
+        """Every router was called, and executed its target."""
+        if not any(self._calls.values()):
+            raise ReplayError(self._unused)
+        if not all(self._calls.values()):
             raise ReplayError(
                 f"The routers were not called equally often (layer: calls {self._calls}): some layers did not run, or run in code that "
                 "does not call the router (a fused block), and routed natively."
@@ -167,16 +178,20 @@ class Pass:
             return
         if all(seat.active is self for seat in seats):
             return
-        for seat in seats:
-            seat.push(self, task=task)
+        self._take(seats, task)
         end = _End(self)
         # The engine calls it when the backward pass ends, and lets it go when the pass raises.
         weakref.finalize(end, self._leave, task)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
+    def _take(self, seats: list[_Seat], task: int | None) -> None:
+        self._held[task] = seats
+        for seat in seats:
+            seat.push(self, task=task)
+
     def _leave(self, task: int | None) -> None:
-        for router in self.routers.all:
-            _Seat.of(router).drop(self, task=task)
+        for seat in self._held.pop(task, ()):  # these, also where someone else has put a forward of theirs around one meanwhile
+            seat.drop(self, task=task)
 
 
 class _End:
@@ -191,6 +206,11 @@ class _End:
 
 class Recorded(Pass):
     """Records one microbatch: see ``hf_record``."""
+
+    _unused = (
+        "Nothing was recorded, for no router was called: the forward of this model did not run in the context, or ran in a context within "
+        "it (what a replay executes is what it was given: there is nothing to record)."
+    )
 
     def __init__(self, routers: Routers) -> None:
         super().__init__(routers, None)
@@ -209,13 +229,20 @@ class Recorded(Pass):
             )
         return torch.stack([self._ids[layer].cpu() for layer in self.layers], dim=1)
 
+    def _twice(self, router: Router) -> str:
+        return f"{router} is called a second time while it records: record each microbatch in a context of its own."
+
     def _choose(self, router: Router, scores: torch.Tensor, backward: bool) -> torch.Tensor:
         if backward:
             return super()._choose(router, scores, backward)
-        if router.layer in self._ids:
-            raise ReplayError(f"{router} is called a second time while it records: record each microbatch in a context of its own.")
         chosen = self._ids[router.layer] = native_choice(scores, self.routers.top_k)
         return chosen
+
+
+_UNCOMPILED = (
+    "rollproof replays routes here, in plain Python: compile the model without fullgraph=True, or only parts without routers, or replay "
+    "the model as it was before torch.compile"
+)
 
 
 class _Seat:
@@ -230,7 +257,7 @@ class _Seat:
         self._instance = vars(router.module).get("forward")
         self._plain = router.module.forward
         # A graph break where a compiled part of a model calls its router: the choice is made in plain Python.
-        self._call = torch.compiler.disable(self._run)
+        self._call = torch.compiler.disable(self._run, reason=_UNCOMPILED)
 
     @classmethod
     def of(cls, router: Router) -> _Seat:

@@ -1,8 +1,9 @@
 """Routers: those of a model of HF transformers, found by structure and not by the names of a family.
 
 An MoE block is a module with a child that holds the experts (parameters ``(num_experts, ...)`` of three dimensions, or a list of
-``num_experts`` modules); its router is the other child with a weight ``(num_experts, hidden)``: ``mlp.gate`` in most families,
-``mlp.router`` in GPT-OSS, ``block_sparse_moe.gate`` in older ones. ``num_experts`` and ``top_k`` come from the model's configuration.
+``num_experts`` modules); its router is the other child with a weight ``(num_experts, hidden)``, of its own or deeper: ``mlp.gate`` in
+most families, ``mlp.router`` in GPT-OSS, ``block_sparse_moe.gate`` in older ones. ``num_experts`` and ``top_k`` come from the model's
+configuration. Where PEFT adapts parameters of experts or of a router, it stands around them, and what it adapts is looked at.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def find_routers(model: Any) -> Routers:
     config = next((found for module in model.modules() if (found := _text_config(module)) is not None), None)
     if config is None:
         raise RouterError(f"{type(model).__name__} has no configuration of HF transformers (a `config`), so its top-k is not known.")
-    num_experts, top_k = (next((v for n in names if isinstance(v := getattr(config, n, None), int)), 0) for names in (_EXPERTS, _TOP_K))
+    num_experts, top_k = _size(config, _EXPERTS), _size(config, _TOP_K)
     if num_experts < 2:
         raise RouterError(
             f"{type(model).__name__} has no MoE layers (its configuration {type(config).__name__} names no number of experts): there is "
@@ -81,7 +82,13 @@ def find_routers(model: Any) -> Routers:
         )
     _refuse_compiled(model, found)
     owners = {_split(router.path)[0] for router in found}
-    if len(owners) > 1 or len({router.layer for router in found}) < len(found):
+    twice = next((pair for pair in itertools.pairwise(found) if pair[0].layer == pair[1].layer), None)
+    if len(owners) == 1 and twice is not None:
+        raise RouterError(
+            f"Layer {twice[0].layer} of {type(model).__name__} has two routers, {twice[0].path} and {twice[1].path}: which one runs is not "
+            "known beyond doubt. A copy of a whole MoE block (PEFT's modules_to_save) is not supported; adapt its parameters instead."
+        )
+    if len(owners) > 1:
         raise RouterError(
             f"{type(model).__name__} has several stacks of layers with routers ({sorted(owners)}): give hf_replay the one that replays, "
             "such as `model.thinker`. Two copies of one decoder are a defect (verl#7340)."
@@ -93,19 +100,40 @@ def find_routers(model: Any) -> Routers:
 
 def _routers(model: nn.Module, num_experts: int) -> Iterator[Router]:
     for path, block in model.named_modules():
-        children = dict(block.named_children())
-        experts = [name for name, child in children.items() if _holds_experts(name, child, num_experts)]
+        if _adapted(block) is not None:
+            continue
+        children = {name: _bare(child) for name, child in block.named_children()}
+        experts = [name for name, child in children.items() if _holds_experts(name, child[0], num_experts)]
         if not experts:
             continue
-        gates = [name for name, child in children.items() if name not in experts and _is_gate(child, num_experts)]
+        others = {name: child[0] for name, child in children.items() if name not in experts}
+        gates = [name for name, child in others.items() if _is_gate(child, num_experts)]
+        # Or around it: AFMoE's linear layer, a trained copy (PEFT's modules_to_save).
+        gates = gates or [name for name, child in others.items() if any(_is_gate(one, num_experts) for one in child.modules())]
         if len(gates) != 1:
             raise RouterError(
                 f"The MoE block {path} ({type(block).__name__}) has {len(gates)} children with a weight ({num_experts}, hidden), not "
-                f"one (children: {sorted(children)}): its router is not found beyond doubt. A router that is itself wrapped (LoRA, "
-                "quantised) is not supported: leave the router out of the wrapped modules."
+                f"one (children: {sorted(children)}): its router is not found beyond doubt. A router whose weight is held in another shape "
+                "(quantised, flattened by FSDP1) is not supported: leave it out of that."
             )
-        full = f"{path}.{gates[0]}" if path else gates[0]
-        yield Router(module=children[gates[0]], path=full, layer=_split(full)[1])
+        gate, inner = children[gates[0]]
+        full = ".".join(part for part in (path, gates[0], inner) if part)
+        yield Router(module=gate, path=full, layer=_split(full)[1])
+
+
+def _adapted(module: nn.Module) -> nn.Module | None:
+    """What a module of PEFT adapts; ``None`` for any other module. It calls it, with its parameters changed meanwhile."""
+    inner = getattr(module, "base_layer", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def _bare(module: nn.Module) -> tuple[nn.Module, str]:
+    """What PEFT has put its modules around, and the path from the outermost of them."""
+    path = []
+    while (inner := _adapted(module)) is not None:
+        path.append("base_layer")
+        module = inner
+    return module, ".".join(path)
 
 
 def _holds_experts(name: str, child: nn.Module, num_experts: int) -> bool:
@@ -119,15 +147,26 @@ def _is_gate(child: nn.Module, num_experts: int) -> bool:
 
 
 def _split(path: str) -> tuple[str, int]:
-    """The path of the list of layers, and the index of the layer: the first number in the path."""
+    """The path of the list of layers, and the index of the layer: the last number in the path of a router."""
     parts = path.split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    at = next((i for i in reversed(range(len(parts))) if parts[i].isdigit()), None)
     return ("", 0) if at is None else (".".join(parts[:at]), int(parts[at]))
+
+
+def _size(config: Any, names: tuple[str, ...]) -> int:
+    """The first of the fields that the configuration has; 0 for none."""
+    try:
+        return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
+    except RuntimeError as error:  # transformers' heterogeneous models
+        raise RouterError(f"{type(config).__name__} has no one value of {list(names)} for all layers: {error}") from error
 
 
 def _text_config(module: nn.Module) -> Any | None:
     config: Any = getattr(module, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else None
+    try:
+        return config.get_text_config() if hasattr(config, "get_text_config") else None
+    except ValueError:  # an encoder and a decoder: the model below says which
+        return None
 
 
 def _refuse_compiled(model: nn.Module, routers: list[Router]) -> None:

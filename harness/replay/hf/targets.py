@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollproof.errors import RoutesError
@@ -60,12 +61,19 @@ def checked_targets(routes: Any, mask: Any, routers: Routers) -> Targets:
 
 
 def _integers(routes: Any) -> torch.Tensor:
+    if isinstance(routes, np.ma.MaskedArray):
+        raise RoutesError("Routes are a masked array, and what is masked would be replayed: give its data, and the mask on its own.")
+    if isinstance(routes, np.ndarray) and routes.dtype.kind in "iu":
+        routes = routes.astype(np.int64)  # of any byte order, and of any strides
     try:
         ids = torch.as_tensor(routes)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RoutesError(f"Routes must be an array or a tensor of integers, not {type(routes).__name__}: {error}.") from error
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
         raise RoutesError(f"Routes are of {ids.dtype}, and expert ids are integers: a float cannot say which experts ran.")
+    if ids.is_meta or ids.is_nested or ids.layout is not torch.strided:
+        kind = "meta" if ids.is_meta else "nested" if ids.is_nested else ids.layout
+        raise RoutesError(f"Routes are a {kind} tensor, and must be a plain one.")
     return ids.to(torch.int64, copy=True)  # a caller's buffer may hold the next microbatch before this one's recompute
 
 
@@ -85,7 +93,10 @@ def _own_layers(ids: torch.Tensor, routers: Routers) -> torch.Tensor:
 def _replayed(mask: Any, places: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
     if mask is None:
         return None
-    given = torch.as_tensor(mask, device=device)
+    try:
+        given = torch.as_tensor(mask, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RoutesError(f"The mask must be an array or a tensor, one value for each row, not {type(mask).__name__}: {error}.") from error
     turned = given.dim() == len(places) > 1 and tuple(given.shape) != places
     if turned or given.numel() != torch.Size(places).numel():
         raise RoutesError(f"The mask is {tuple(given.shape)}, the routes have the places {places}: pad and pack both by one function.")
