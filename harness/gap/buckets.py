@@ -19,13 +19,15 @@ from rollproof.gap.metrics import METRICS
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.sums import sequence_sums
 
-__all__ = ["Bucket", "bucket_codes", "bucketed", "staleness"]
+__all__ = ["NEAR", "Bucket", "bucket_codes", "bucketed", "resume_parts", "staleness"]
 
 _ENOUGH = 30_000
 """Tokens below which a part's k3 has no interval: of 640 in 64 sequences it held in 86 %, of 32,000 in 95 % (docs/benchmarks.md)."""
 _MOST = 24
 """A column with more values than this (versions of a long run) is cut into as many ranges of equal token count."""
-_RESUME = (("0", 0, 0), ("1", 1, 1), ("2-7", 2, 7), ("8+", 8, np.inf), ("before any", -np.inf, -1))
+NEAR = 8
+"""Tokens after a resume that count as near it."""
+_RESUME = (("0", 0, 0), ("1", 1, 1), ("2-7", 2, NEAR - 1), ("8+", NEAR, np.inf), ("before any", -np.inf, -1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,17 +78,19 @@ def bucketed(pairs: TokenPairs, *, resamples: int = 200, seed: int = 0) -> dict[
     return out
 
 
+def resume_parts(since: npt.NDArray[Any]) -> dict[str, npt.NDArray[np.bool_]]:
+    """Which tokens ``(n,)`` stand how far behind a resume, by label."""
+    return {label: (since >= low) & (since <= high) for label, low, high in _RESUME}
+
+
 def _labellings(pairs: TokenPairs) -> Mapping[str, tuple[npt.NDArray[np.int64], list[str]]]:
     out = {}
     lag = staleness(pairs)
     if lag is not None and not np.isnan(lag).all():
         out["staleness"] = bucket_codes(lag)
     if "since_resume" in pairs.sides:
-        since = pairs.sides["since_resume"]
-        codes = np.full(len(since), -1)
-        for code, (_, low, high) in enumerate(_RESUME):
-            codes[(since >= low) & (since <= high)] = code
-        out["since_resume"] = codes, [label for label, _, _ in _RESUME]
+        parts = resume_parts(pairs.sides["since_resume"])
+        out["since_resume"] = np.select(list(parts.values()), list(range(len(parts))), -1), list(parts)
     for name in ("part", "replica", "version", "temperature"):
         if name in pairs.sides:
             out[name] = bucket_codes(pairs.sides[name])

@@ -8,14 +8,19 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from rollproof.gap.buckets import bucket_codes, staleness
-from rollproof.gap.causes import Cause, Scene, beyond
+from rollproof.gap.buckets import NEAR, bucket_codes, resume_parts, staleness
+from rollproof.gap.causes import Cause, CauseName, Scene, beyond
 from rollproof.gap.columns import BoolArray, FloatArray, known
-from rollproof.gap.intervals import Resampler
+from rollproof.gap.intervals import Interval, Resampler
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.quantiles import abs_diff
 
-__all__ = ["boundary", "lag", "replica", "versions"]
+__all__ = ["FEW", "boundary", "few_sequences", "lag", "replica", "versions"]
+
+FEW = 5
+"""Sequences of a replica below which it is not judged."""
+_PER_PART = 25
+_NEAR = ("0", "1", "2-7")
 
 _ROUNDING = 1e-5
 """What float32 does to a logprob, in nats: a mean |d| below it has no cause that is worth a name, wherever it is larger."""
@@ -54,7 +59,7 @@ def versions(scene: Scene) -> Cause | None:
     told = ", ".join(f"tag {tag}: version {best}" for tag, best in list(fits.items())[:4])
     stuck = len(fits) > 1 and len(set(fits.values())) == 1
     return Cause(
-        name="stale engine weights" if stuck else "wrong version scored",
+        name=CauseName.STUCK if stuck else CauseName.WRONG_VERSION,
         confidence=0.9,
         because=f"the rollout's logprobs fit another version than the one that they are tagged with ({told})",
         advice="The engine keeps answering from old weights: the update did not reach it, or is smaller than its precision resolves."
@@ -64,41 +69,69 @@ def versions(scene: Scene) -> Cause | None:
 
 
 def boundary(scene: Scene) -> Cause | None:
-    """Tokens just behind a resume that differ more than those away from one."""
+    """Tokens just behind a resume that differ more than those away from one, beside what tokens of their logprobs do there."""
+    pairs = scene.pairs
+    since = pairs.sides.get("since_resume")
     row = {bucket.label: bucket for bucket in scene.buckets.get("since_resume", ())}
-    inside = row.get("8+") or row.get("before any")
-    near = [row[label] for label in ("0", "1", "2-7") if label in row]
-    if inside is None or not near:
+    if since is None or not scene.signs.tokens:
         return None
-    worst = max(near, key=lambda bucket: bucket.abs_diff.value)
-    if worst.abs_diff.value < _ROUNDING:
+    away = (since < 0) | (since >= NEAR)
+    size, usual = _beside_usual(pairs, away)
+    usual = np.maximum(usual, _ROUNDING)
+    inside = _times_usual(pairs, away, size, usual)
+    typical = 0.0 if inside.value == 0 else inside.high
+    found = {label: _times_usual(pairs, codes, size, usual) for label, codes in resume_parts(since).items() if label in _NEAR}
+    worst = max(found, key=lambda label: np.nan_to_num(found[label].value, nan=-1.0))
+    times = found[worst]
+    if worst not in row or row[worst].abs_diff.value < _ROUNDING or not (times.value > 2 * inside.value and times.low > typical):
         return None
-    ratio = worst.abs_diff.value / inside.abs_diff.value if inside.abs_diff.value > 0 else math.inf
-    if not (ratio > 2 and worst.abs_diff.low > inside.abs_diff.high):
-        return None
+    where = "at the first token" if worst == "0" else f"at {worst} tokens" if worst != "1" else "at the second token"
     return Cause(
-        name="resume boundary",
-        confidence=beyond(ratio, 2),
-        because=f"mean |d| is {worst.abs_diff.value:.2g} at {worst.label} tokens after a resume and {inside.abs_diff.value:.2g}"
-        " away from it",
+        name=CauseName.BOUNDARY,
+        confidence=beyond(times.value / inside.value if inside.value > 0 else math.inf, 2),
+        because=f"mean |d| is {row[worst].abs_diff.value:.2g} {where} after a resume, {times.value:.2g} times what tokens of"
+        " such logprobs have away from one",
         advice="The resumed call saw another context or other weights than the trainer scores: check the resume prompt, the kept"
         " KV cache and the segment's version.",
     )
 
 
-def _beside_usual(pairs: TokenPairs) -> tuple[FloatArray, FloatArray]:
-    """``(n,)`` |d| of each token (0 where not finite), and the mean of all tokens with about its rollout logprob.
+def _times_usual(pairs: TokenPairs, own: BoolArray, size: FloatArray, usual: FloatArray) -> Interval:
+    """Over the tokens ``own``: their |d| over the usual one, with an interval over sequences."""
+    owner, count = pairs.owner[own], pairs.n_sequences
+    sums = [np.bincount(owner, weights=column[own], minlength=count).astype(np.float64) for column in (size, usual)]
+    return Resampler(np.stack(sums, axis=1)[np.bincount(owner, minlength=count) > 0], resamples=200).ratio(0, 1)
+
+
+def _beside_usual(pairs: TokenPairs, among: BoolArray | None = None) -> tuple[FloatArray, FloatArray]:
+    """``(n,)`` |d| of each token (0 where not finite), and the mean of tokens (of all, or those ``among``) of about its rollout logprob.
 
     Some prompts are harder than others, and their tokens less certain: only what is beside that is of a replica, or of a version.
     """
     size = abs_diff(pairs)
     finite = np.isfinite(size)
+    learnt = finite if among is None else finite & among
     size = np.nan_to_num(size)
-    edges = np.unique(np.quantile(pairs.rollout[finite], np.linspace(0, 1, 21))) if finite.any() else np.zeros(1)
+    # the few least certain tokens have a difference of their own
+    orders = np.sort(np.concatenate([np.linspace(0, 1, 21), [0.002, 0.005, 0.01, 0.02]]))
+    known = int(learnt.sum())
+    orders = orders[(orders * known >= _PER_PART) | (orders == 0)]
+    edges = np.unique(np.quantile(pairs.rollout[learnt], orders)) if known else np.zeros(1)
     place = np.clip(np.searchsorted(edges, pairs.rollout, side="right") - 1, 0, max(len(edges) - 2, 0))
-    count = np.bincount(place[finite], minlength=len(edges))
-    mean = np.bincount(place[finite], weights=size[finite], minlength=len(edges)) / np.maximum(count, 1)
+    count = np.bincount(place[learnt], minlength=len(edges))
+    mean = np.bincount(place[learnt], weights=size[learnt], minlength=len(edges)) / np.maximum(count, 1)
     return size, np.where(finite, mean[place], 0.0)
+
+
+def few_sequences(pairs: TokenPairs) -> list[Any]:
+    """Replicas with so few sequences that nothing can be told of them, where there are several."""
+    side = pairs.sides.get("replica")
+    if side is None or not known(side).any():
+        return []
+    told = known(side)
+    names, codes = np.unique(side[told], return_inverse=True)
+    count = np.bincount(np.unique(codes * pairs.n_sequences + pairs.owner[told]) // pairs.n_sequences, minlength=len(names))
+    return [name.item() if isinstance(name, np.generic) else name for name in names[count < FEW]] if len(names) > 1 else []
 
 
 def replica(scene: Scene) -> Cause | None:
@@ -117,10 +150,12 @@ def replica(scene: Scene) -> Cause | None:
     count, own_size, own_usual = (np.bincount(parts, weights=one) for one in (None, size[told], usual[told]))
     held = np.flatnonzero(count)
     means, owner = own_size[held] / np.maximum(own_usual[held], 1e-300), names[held % len(names)]
-    typical = {name: float(np.median(means[owner == name])) for name in names}
+    typical = {name: float(np.median(means[owner == name])) for name in names if (owner == name).sum() >= FEW}
+    if not typical:
+        return None
     worst = max(typical, key=lambda name: typical[name])
     own, others = means[owner == worst], means[owner != worst]
-    if min(len(own), len(others)) < 5 or float(size.sum()) < _ROUNDING * len(size):
+    if len(others) < FEW or float(size.sum()) < _ROUNDING * len(size):
         return None
     # ranks, not means: one heavy token must not accuse a replica
     chance = float(stats.mannwhitneyu(own, others, alternative="greater").pvalue) * len(names)
@@ -128,7 +163,7 @@ def replica(scene: Scene) -> Cause | None:
     if chance > 1e-3 or ratio < 1.3:
         return None
     return Cause(
-        name="stale replica",
+        name=CauseName.REPLICA,
         confidence=1 - max(0.01, chance),
         because=f"sequences of replica {worst} have {typical[worst]:.2g} times the usual |d| of tokens of their logprobs, on the median,"
         f" {ratio:.1f} times what the others have (rank test, p = {chance:.1g})",
@@ -144,12 +179,7 @@ def lag(scene: Scene) -> Cause | None:
         return None
     codes, labels = bucket_codes(age)
     size, usual = _beside_usual(scene.pairs)
-    owner, count = scene.pairs.owner, scene.pairs.n_sequences
-    found = []
-    for code in range(len(labels)):
-        own = codes == code
-        sums = [np.bincount(owner[own], weights=column[own], minlength=count).astype(np.float64) for column in (size, usual)]
-        found.append(Resampler(np.stack(sums, axis=1)[np.bincount(owner[own], minlength=count) > 0], resamples=200).ratio(0, 1))
+    found = [_times_usual(scene.pairs, codes == code, size, usual) for code in range(len(labels))]
     fresh, oldest = found[0], found[-1]
     if float(size.sum()) < _ROUNDING * len(size):
         return None
@@ -158,7 +188,7 @@ def lag(scene: Scene) -> Cause | None:
     if not (oldest.low > fresh.high and rising > 0.7):
         return None
     return Cause(
-        name="staleness",
+        name=CauseName.STALENESS,
         confidence=beyond(oldest.value / max(fresh.value, 1e-12), 1),
         because=f"mean |d| rises from {row[0].abs_diff.value:.2g} at {labels[0]} versions of age to {row[-1].abs_diff.value:.2g}"
         f" at {labels[-1]}: from {fresh.value:.2g} to {oldest.value:.2g} times what tokens of such logprobs have",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from rollproof.errors import GapError
+from rollproof.gap.wording import counted
 from rollproof.records import IntArray
+from rollproof.telling import one_line
 
 __all__ = [
     "BoolArray", "FloatArray", "known", "labels", "logprobs", "mask_column", "never_positive", "same_length", "same_tokens", "side_column"
@@ -22,17 +24,22 @@ ROUNDING = 1e-3
 """A logprob up to here above 0 is the rounding of a fused kernel (flash-attention's cross-entropy gives 1e-6); above, it is no logprob."""
 NOTHING = -9999.0
 """A logprob down here stands for minus infinity: vLLM's servers write this in its place, masked logits have the dtype's least number."""
-_NUMBERS = ("position", "since_resume", "temperature")
+_EXACT = 1 << 53
+"""Whole numbers from here on are not exact in float64."""
+_NUMBERS: Mapping[str, str] = {
+    "position": "a whole number of at least 0 (the place in prompt + response)",
+    "since_resume": "a whole number (-1 where no resume came before)",
+    "temperature": "a number of at least 0",
+}
 _ROUTES = ("rollout_routes", "trainer_routes")
 
 
 def logprobs(values: Any, name: str) -> FloatArray:
     """``(n,)`` float64; what stands for minus infinity as that."""
-    _unmasked(values, name)
+    given = _array(values, name)
     try:
-        given = np.asarray(values)
         array = given.astype(np.float64, casting="unsafe" if given.dtype.kind in "iufUSO" else "no", copy=False)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that requires grad
+    except (TypeError, ValueError) as error:
         raise GapError(f"{name} must hold numbers (NaN where one is missing): {error}.") from error
     if array.ndim != 1:
         raise GapError(
@@ -64,8 +71,7 @@ def mask_column(values: Any) -> BoolArray:
     """``(n,)`` bool."""
     if values is None:
         raise GapError("mask is missing: say of each token whether the loss counts it (np.ones(n) where it counts all).")
-    _unmasked(values, "mask")
-    array = np.asarray(values)
+    array = _array(values, "mask")
     if array.ndim != 1:
         raise GapError(f"mask must have one axis (tokens), not shape {array.shape}.")
     if array.dtype != np.bool_:
@@ -81,33 +87,36 @@ def mask_column(values: Any) -> BoolArray:
 
 def side_column(values: Any, name: str) -> npt.NDArray[Any]:
     """A column of ``COLUMNS`` but the first four, as numbers or as labels. Raises ``GapError`` where it holds something else."""
-    _unmasked(values, name)
     if name == "current_logprob":
         return logprobs(values, name)
     if name in _ROUTES:
-        return _routes(np.asarray(values), name)
+        return _routes(_array(values, name), name)
     if name not in _NUMBERS:
         return labels(values, name, missing=name != "batch")
-    array = np.asarray(values)
+    array = _array(values, name)
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise GapError(f"{name} must hold one number a token, not {array.dtype} of shape {array.shape}.")
-    wrong = np.flatnonzero(~np.isfinite(array) if name != "temperature" else ~((array >= 0) & (array < np.inf)))
+    wrong = np.flatnonzero(~_meant(array, name))
     if len(wrong):
-        told = {
-            "position": "a place in prompt + response",
-            "since_resume": "-1 where no resume came before",
-            "temperature": "at least 0",
-        }[name]
-        raise GapError(f"{name} must be a number ({told}); it is {array[wrong[0]]:g} in row {wrong[0]:,}.")
+        raise GapError(f"{name} must be {_NUMBERS[name]}; it is {array[wrong[0]]:g} in row {wrong[0]:,}.")
     return array
+
+
+def _meant(array: npt.NDArray[Any], name: str) -> BoolArray:
+    """``(n,)``: where a column of numbers holds what it can mean."""
+    with np.errstate(invalid="ignore"):
+        if name == "temperature":
+            return np.asarray((array >= 0) & (array < np.inf))
+        least = 0 if name == "position" else -_EXACT
+        array = array.astype(np.float64) if array.dtype.kind == "f" else array  # of float16 the bounds are beyond its range
+        return np.asarray((array >= least) & (array < _EXACT) & (array == np.floor(array)))
 
 
 def labels(values: Any, name: str, *, missing: bool) -> npt.NDArray[Any]:
     """``(n,)`` of names: whole numbers or text, never both. ``missing`` ones stay ``None`` or NaN, or raise ``GapError``."""
     if values is None:
         raise GapError(f"{name} is missing: every token must have one.")
-    _unmasked(values, name)
-    array = np.asarray(values)
+    array = _array(values, name)
     if array.dtype.kind == "f" and not hasattr(values, "dtype") and all(isinstance(value, int) for value in values):
         array = np.array(values, dtype=object)  # of whole numbers beyond 2**63 numpy makes floats, of which several are equal
     if array.ndim != 1:
@@ -117,10 +126,20 @@ def labels(values: Any, name: str, *, missing: bool) -> npt.NDArray[Any]:
     there = known(array)
     if not missing and not there.all():
         raise GapError(f"{name} holds missing values: every token must have one.")
+    if array.dtype.kind == "f":
+        _whole(array[there], array, name)
+    if array.dtype.kind == "S":
+        return np.asarray(np.char.decode(array, "utf-8", "backslashreplace"))
     if array.dtype.kind != "O":
         return array
     found = array[there]
-    exact = 1 << (63 if there.all() else 53)  # beyond it names are compared as text
+    kinds = {type(value) for value in found}
+    strange = [kind for kind in kinds if issubclass(kind, Mapping | Sequence | set | np.ndarray) and not issubclass(kind, str | bytes)]
+    if strange:
+        raise GapError(f"{name} must hold whole numbers or text, not values of type {strange[0].__name__}: give one name a token.")
+    if any(issubclass(kind, float | np.floating) for kind in kinds):
+        _whole(np.array([value for value in found if isinstance(value, float | np.floating)], dtype=np.float64), array, name)
+    exact = 1 << 63 if there.all() else _EXACT  # beyond it names are compared as text
     if all(isinstance(value, int | np.integer) and not isinstance(value, bool) and -exact <= value < exact for value in found):
         if there.all():
             return found.astype(np.int64)
@@ -128,20 +147,40 @@ def labels(values: Any, name: str, *, missing: bool) -> npt.NDArray[Any]:
         out[there] = found.astype(np.float64)
         return out
     out = np.full(len(array), None, dtype=object)
-    out[there] = [str(value) for value in found]
+    out[there] = [value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value) for value in found]
     return out
 
 
-def _unmasked(values: Any, name: str) -> None:
+def _whole(found: FloatArray, array: npt.NDArray[Any], name: str) -> None:
+    """Raise ``GapError`` for names that are fractions or infinite: of such no two are surely one."""
+    wrong = found[~(np.isfinite(found) & (found == np.floor(found)))]
+    if len(wrong):
+        row = int(np.flatnonzero(array == wrong[0])[0])
+        raise GapError(f"{name} must hold whole numbers or text; it is {wrong[0]:g} in row {row:,}.")
+
+
+def _array(values: Any, name: str) -> npt.NDArray[Any]:
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise GapError(f"{name} is a masked array of numpy, whose mask nothing here looks at: fill it, and say in mask what counts.")
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that requires grad
+        hint = " Give x.detach().float().cpu() of a tensor." if hasattr(values, "detach") else ""
+        raise GapError(f"{name} cannot be made an array of numpy: {one_line(str(error)).removesuffix('.')}.{hint}") from error
 
 
 def known(column: npt.NDArray[Any]) -> BoolArray:
     """``(n,)``: where a label is told (neither ``None`` nor NaN)."""
     if column.dtype.kind == "O":
-        return np.array([value is not None and value == value for value in column], dtype=bool)
+        return np.array([_told(value) for value in column], dtype=bool)
     return np.asarray(column == column)
+
+
+def _told(value: Any) -> bool:
+    try:
+        return value is not None and bool(np.all(value == value))
+    except (TypeError, ValueError):  # pandas.NA is neither equal to itself nor not
+        return False
 
 
 def same_length(columns: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -152,17 +191,17 @@ def same_length(columns: Mapping[str, npt.NDArray[Any]]) -> None:
         raise GapError(f"The columns differ in length ({told}): each needs one entry per token, in one order.")
 
 
-def same_tokens(given: Mapping[str, npt.NDArray[Any]], counted: BoolArray) -> None:
-    """Raise ``GapError`` where a counted token is another on either side."""
+def same_tokens(given: Mapping[str, npt.NDArray[Any]], kept: BoolArray) -> None:
+    """Raise ``GapError`` where a token of those kept is another on either side."""
     if "token_id" not in given or "trainer_token_id" not in given:
         return
-    wrong = np.flatnonzero((given["token_id"] != given["trainer_token_id"]) & counted)
+    wrong = np.flatnonzero((given["token_id"] != given["trainer_token_id"]) & kept)
     if len(wrong):
         row = wrong[0]
         raise GapError(
-            f"The two sides hold different tokens in {len(wrong):,} rows (the first: row {row:,}, {given['token_id'][row]} at the rollout,"
-            f" {given['trainer_token_id'][row]} at the trainer). Logprobs of different tokens cannot be compared: score the"
-            " rollout's own ids."
+            f"The two sides hold different tokens in {counted(len(wrong), 'row')} (the first: row {row:,},"
+            f" {given['token_id'][row]} at the rollout, {given['trainer_token_id'][row]} at the trainer). Logprobs of"
+            " different tokens cannot be compared: score the rollout's own ids."
         )
 
 

@@ -17,6 +17,7 @@ from rollproof.gap.intervals import Interval, Resampler
 from rollproof.gap.limits import GapVerdict
 from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
 from rollproof.gap.sums import NAMES, PLACE, sequence_sums
+from rollproof.gap.wording import counted
 
 __all__ = ["COMPARED", "Comparison", "Effect", "compare"]
 
@@ -123,8 +124,8 @@ def compare(
         raise GapError("No token has a finite logprob on every side, so there is nothing to compare.")
     sums = {side: sequence_sums(found.chosen(finite)) for side, found in sides.items()}
     first, base = sums.pop("the compared records"), sums.pop(name)
-    notes = [f"{left_out:,} sequences are not on every side and are left out."] if left_out else []
-    notes += [f"{lost:,} tokens without a finite logprob on every side are left out."] if lost else []
+    notes = [f"{counted(left_out, 'sequence')} not on every side: left out."] if left_out else []
+    notes += [f"{counted(lost, 'token')} without a finite logprob on every side: left out."] if lost else []
     return Comparison(
         against=name,
         tokens=int(finite.sum()),
@@ -181,8 +182,8 @@ def _same_rollout(first: TokenPairs, other: TokenPairs, order: list[str], first_
     if not np.array_equal(first.lengths, other.lengths):
         at = int(np.flatnonzero(first.lengths != other.lengths)[0])
         raise GapError(
-            f"Sequence {order[at]} has {first.lengths[at]:,} unmasked tokens in {first_name} and {other.lengths[at]:,} in {name}:"
-            " a comparison needs the same tokens under the same mask, scored twice."
+            f"Sequence {order[at]} has {counted(int(first.lengths[at]), 'unmasked token')} in {first_name} and"
+            f" {other.lengths[at]:,} in {name}: a comparison needs the same tokens under the same mask, scored twice."
         )
     with np.errstate(invalid="ignore"):  # what is not finite is left out later, and told
         wrong: BoolArray = np.abs(first.rollout - other.rollout) > _SAME * np.maximum(1.0, np.abs(first.rollout))
@@ -191,6 +192,6 @@ def _same_rollout(first: TokenPairs, other: TokenPairs, order: list[str], first_
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise GapError(
-            f"{first_name} and {name} hold different rollouts: {int(wrong.sum()):,} tokens differ in token_id or rollout_logprob, the first"
-            f" in sequence {first.where(at)['sequence']}. Score the tokens of one rollout on both sides."
+            f"{first_name} and {name} hold different rollouts: {counted(int(wrong.sum()), 'token')} with another token_id or"
+            f" rollout_logprob, the first in sequence {first.where(at)['sequence']}. Score the tokens of one rollout on both sides."
         )

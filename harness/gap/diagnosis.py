@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rollproof.gap.buckets import Bucket
-from rollproof.gap.causes import NUMERICS, Cause, Rule, Scene, beyond
+from rollproof.gap.causes import Cause, CauseName, Rule, Scene, beyond
 from rollproof.gap.column_causes import boundary, lag, replica, versions
 from rollproof.gap.evidence import gather
 from rollproof.gap.pairs import TokenPairs
+from rollproof.gap.shifts import BETTER, MISMATCH, Shift
+from rollproof.gap.wording import counted
 
-__all__ = ["CLASSES", "NUMERICS", "Cause", "diagnose"]
-
-UNEXPLAINED = "unexplained"
+__all__ = ["diagnose"]
 
 
 def diagnose(pairs: TokenPairs, buckets: Mapping[str, tuple[Bucket, ...]], *, failing: bool) -> tuple[Cause, ...]:
@@ -35,7 +35,7 @@ def diagnose(pairs: TokenPairs, buckets: Mapping[str, tuple[Bucket, ...]], *, fa
     if failing:
         return (
             Cause(
-                name=UNEXPLAINED,
+                name=CauseName.UNEXPLAINED,
                 confidence=0.5,
                 because="the gap is beyond its limit, and bears no sign of temperature, truncation, misalignment, routes or versions",
                 advice="Compare the two sides layer by layer, and check kernels, dtypes and the sharding of the weights.",
@@ -44,7 +44,7 @@ def diagnose(pairs: TokenPairs, buckets: Mapping[str, tuple[Bucket, ...]], *, fa
     signs = scene.signs
     return (
         Cause(
-            name=NUMERICS,
+            name=CauseName.NUMERICS,
             confidence=beyond(0.12, signs.explained + 0.01),
             because=f"E[rho] - 1 = {signs.rho_excess:+.2g} ({signs.rho_z:+.1f} standard errors), k1 = {signs.k1:.2g} beside k3 ="
             f" {signs.k3:.2g},"
@@ -59,15 +59,23 @@ def _not_finite(scene: Scene) -> Cause | None:
         return None
     sides = [name for name, values in (("rollout", scene.pairs.rollout), ("trainer", scene.pairs.trainer)) if not np.isfinite(values).all()]
     return Cause(
-        name="not finite",
+        name=CauseName.NOT_FINITE,
         confidence=0.99,
-        because=f"{wrong:,} tokens have a logprob that is NaN or infinite ({' and '.join(sides)} side)",
+        because=f"{counted(wrong, 'token', 'have')} a logprob that is NaN or infinite ({' and '.join(sides)} side)",
         advice="Look at the first of them: an overflow in the head, a token outside the trainer's vocabulary, or a missing"
         " logprob that was not masked.",
     )
 
 
 def _misaligned(scene: Scene) -> Cause | None:
+    shift = scene.signs.shift
+    if shift is not None:
+        told = f"{shift.where}, mean |d| is" if shift.partial else "mean |d| is"
+        because = (
+            f"{told} {shift.here:.2g} as the logprobs stand and {shift.left:.2g} with the trainer's taken one place {_way(shift.step)}"
+        )
+        return _off_by_one(shift.step, beyond(shift.here / max(shift.left, 1e-6), BETTER), because)
+    # sequences that are too short to be looked at one by one
     lagged = {step: value for step, value in scene.signs.lagged.items() if math.isfinite(value)}
     if not lagged:
         return None
@@ -75,14 +83,24 @@ def _misaligned(scene: Scene) -> Cause | None:
     here = scene.signs.pearson if math.isfinite(scene.signs.pearson) else 0.0
     if lagged[step] < 0.5 or lagged[step] < here + 0.3:
         return None
+    because = (
+        f"the logprobs correlate by {here:.2f} as they stand and by {lagged[step]:.2f} with the trainer's taken one place {_way(step)}"
+    )
+    return _off_by_one(step, beyond(lagged[step] - here, 0.3), because)
+
+
+def _off_by_one(step: int, confidence: float, because: str) -> Cause:
     way = "late" if step > 0 else "early"
     return Cause(
-        name="off by one",
-        confidence=beyond(lagged[step] - here, 0.3),
-        because=f"the logprobs correlate by {here:.2f} as they stand and by {lagged[step]:.2f} with the trainer's taken one place"
-        f" {'further on' if step > 0 else 'earlier'}",
+        name=CauseName.OFF_BY_ONE,
+        confidence=confidence,
+        because=because,
         advice=f"The trainer's logprobs stand one token {way}: logits of position p score the token at p + 1.",
     )
+
+
+def _way(step: int) -> str:
+    return "further on" if step > 0 else "earlier"
 
 
 def _unrelated(scene: Scene) -> Cause | None:
@@ -90,7 +108,7 @@ def _unrelated(scene: Scene) -> Cause | None:
     if not (signs.k3 > 0.3 and signs.pearson < 0.8 and signs.apart > 0.15):
         return None
     return Cause(
-        name="unrelated weights",
+        name=CauseName.UNRELATED,
         confidence=beyond(signs.k3, 0.3),
         because=f"k3 = {signs.k3:.2g} nats a token, {signs.apart:.0%} of a sequence's tokens are apart by a factor of 2, the logprobs"
         f" correlate by {signs.pearson:.2f}, and no shift of tokens mends it",
@@ -111,7 +129,7 @@ def _temperature(scene: Scene) -> Cause | None:
     column = scene.pairs.sides.get("temperature")
     given = "" if column is None else f" (declared: {', '.join(f'{one:g}' for one in np.unique(column)[:4])})"
     return Cause(
-        name="temperature or logprob mode",
+        name=CauseName.TEMPERATURE,
         confidence=beyond(signs.explained, 0.12),
         because=f"the rollout logprob alone explains {signs.explained:.0%} of d; E[rho] - 1 = {signs.rho_excess:+.3g} {told}{given}",
         advice=advice,
@@ -123,7 +141,7 @@ def _truncated(scene: Scene) -> Cause | None:
     if not (signs.rho_z < -8 and signs.rho_chance < 1e-6 and signs.rho_excess < -1e-3 and signs.k1 > 0):
         return None
     return Cause(
-        name="truncated support (top-p or top-k)",
+        name=CauseName.TRUNCATED,
         confidence=beyond(-signs.rho_z, 8),
         because=f"E[rho] - 1 = {signs.rho_excess:+.3g} ({signs.rho_z:.0f} standard errors) with k1 = {signs.k1:.2g}: the trainer"
         " gives mass to"
@@ -134,28 +152,52 @@ def _truncated(scene: Scene) -> Cause | None:
 
 def _routes_moved(scene: Scene) -> Cause | None:
     routes = scene.signs.routes
-    if routes is None or not math.isfinite(routes.mismatch) or routes.mismatch < 0.3:
+    if routes is None or not math.isfinite(routes.mismatch):
         return None
+    if routes.mismatch < MISMATCH:
+        return _routes_partly(routes.shift)
     shifts = [("token", step, left) for step, left in routes.token_shift.items()] + [
         ("layer", step, left) for step, left in routes.layer_shift.items()
     ]
     shifts = [shift for shift in shifts if math.isfinite(shift[2])]
-    if not shifts:
-        return None
-    what, step, left = min(shifts, key=lambda shift: shift[2])
-    if left > routes.mismatch / 3:
-        return None
-    dense = what == "layer" and routes.dull_layers > 0
-    name = "routes shifted by dense layers" if dense else f"routes shifted by a {what}"
-    dull = f"; the first {routes.dull_layers} layers of one side hold no selection" if dense else ""
+    axis, step, left = min(shifts, key=lambda shift: shift[2], default=("", 0, math.inf))
+    if left > routes.mismatch / BETTER:
+        return _routes_partly(routes.shift)
+    dense = axis == "layer" and routes.dull_layers > 0
+    dull = f"; the first {counted(routes.dull_layers, 'layer')} of one side hold no selection" if dense else ""
     return Cause(
-        name=name,
-        confidence=beyond(routes.mismatch / max(left, 1e-6), 3),
-        because=f"{routes.mismatch:.0%} of the expert slots differ, and {left:.1%} once the trainer's rows are taken {abs(step)}"
-        f" {what}{'s' if abs(step) > 1 else ''} {'further on' if step > 0 else 'earlier'}{dull}",
-        advice="Row i of the routes belongs to the forward of token i, and layer n of the model to column n, or to n's ordinal"
-        " among the MoE layers.",
+        name=CauseName.DENSE_SHIFT if dense else _MOVED[axis],
+        confidence=beyond(routes.mismatch / max(left, 1e-6), BETTER),
+        because=f"{routes.mismatch:.0%} of the expert slots differ, and {left:.1%} once the trainer's rows are taken"
+        f" {counted(abs(step), axis)} {_way(step)}{dull}",
+        advice=_ROWS,
     )
+
+
+def _routes_partly(shift: Shift | None) -> Cause | None:
+    """Rows that are another token's or layer's in a part of the sequences or layers."""
+    if shift is None:
+        return None
+    if shift.layer_of:
+        pairs = ", ".join(f"{layer} those of {other}" for layer, other in shift.layer_of[:4])
+        told = f"the trainer's routes have the experts of other layers (layer {pairs}{' ...' if len(shift.layer_of) > 4 else ''}):"
+        mend = "of the layers' slots differ, and {:.1%} from those"
+    else:
+        told = f"{shift.where}:" if shift.partial else ""
+        mend = "of the expert slots differ, and {:.1%} once the trainer's rows are taken " + f"{counted(abs(shift.step), shift.axis)}"
+        mend += f" {_way(shift.step)}"
+    return Cause(
+        name=_MOVED[shift.axis],
+        confidence=beyond(shift.here / max(shift.left, 1e-6), BETTER),
+        because=f"{told} {shift.here:.0%} {mend.format(shift.left)}".strip(),
+        advice=_ROWS,
+    )
+
+
+_MOVED = {"token": CauseName.TOKEN_SHIFT, "layer": CauseName.LAYER_SHIFT}
+_ROWS = (
+    "Row i of the routes belongs to the forward of token i, and layer n of the model to column n, or to n's ordinal among the MoE layers."
+)
 
 
 def _polluted(scene: Scene) -> Cause | None:
@@ -163,7 +205,7 @@ def _polluted(scene: Scene) -> Cause | None:
     if routes is None or not (0.01 < routes.polluted < 0.9 and routes.healthy < 0.15):
         return None
     return Cause(
-        name="polluted capture",
+        name=CauseName.POLLUTED,
         confidence=beyond(routes.polluted, 0.01),
         because=f"{routes.polluted:.1%} of the tokens agree with the trainer's routes no better than chance in all layers, while"
         f" the others differ in {routes.healthy:.1%} of their slots",
@@ -185,37 +227,26 @@ _RULES: Sequence[Rule] = (
     replica,
     lag,
 )
-_TEMPERATURE, _TRUNCATED, _UNRELATED = "temperature or logprob mode", "truncated support (top-p or top-k)", "unrelated weights"
-_BLURRED = frozenset({_TEMPERATURE, _TRUNCATED, _UNRELATED, "resume boundary", "staleness", "stale replica"})
-"""Signs that a large difference of any origin may bear: beside a cause that explains it they are no second one."""
-_HIDES: Mapping[str, frozenset[str]] = {
-    "off by one": _BLURRED,
-    "routes shifted by a token": _BLURRED | {"polluted capture"},
-    "routes shifted by a layer": _BLURRED | {"polluted capture"},
-    "routes shifted by dense layers": _BLURRED | {"polluted capture"},
-    "polluted capture": _BLURRED,
-    "stale engine weights": frozenset({_TEMPERATURE, _UNRELATED, "staleness"}),
-    "wrong version scored": frozenset({_TEMPERATURE, _UNRELATED, "staleness"}),
-    _UNRELATED: _BLURRED - {_UNRELATED},
-    # a temperature keeps E[rho] at 1 or above, whichever side applies it
-    _TRUNCATED: frozenset({_TEMPERATURE}),
-}
-CLASSES: tuple[str, ...] = (
-    NUMERICS,
-    "not finite",
-    "off by one",
-    "routes shifted by a token",
-    "routes shifted by a layer",
-    "routes shifted by dense layers",
-    "polluted capture",
-    "stale engine weights",
-    "wrong version scored",
-    "unrelated weights",
-    "truncated support (top-p or top-k)",
-    "temperature or logprob mode",
-    "resume boundary",
-    "stale replica",
-    "staleness",
-    UNEXPLAINED,
+_BLURRED = frozenset(
+    {
+        CauseName.TEMPERATURE,
+        CauseName.TRUNCATED,
+        CauseName.UNRELATED,
+        CauseName.BOUNDARY,
+        CauseName.STALENESS,
+        CauseName.REPLICA,
+    }
 )
-"""Every name that a cause may have."""
+"""Signs that a large difference of any origin may bear: beside a cause that explains it they are no second one."""
+_HIDES: Mapping[CauseName, frozenset[CauseName]] = {
+    CauseName.OFF_BY_ONE: _BLURRED,
+    CauseName.TOKEN_SHIFT: _BLURRED | {CauseName.POLLUTED},
+    CauseName.LAYER_SHIFT: _BLURRED | {CauseName.POLLUTED},
+    CauseName.DENSE_SHIFT: _BLURRED | {CauseName.POLLUTED},
+    CauseName.POLLUTED: _BLURRED,
+    CauseName.STUCK: frozenset({CauseName.TEMPERATURE, CauseName.UNRELATED, CauseName.STALENESS}),
+    CauseName.WRONG_VERSION: frozenset({CauseName.TEMPERATURE, CauseName.UNRELATED, CauseName.STALENESS}),
+    CauseName.UNRELATED: _BLURRED - {CauseName.UNRELATED},
+    # a temperature keeps E[rho] at 1 or above, whichever side applies it
+    CauseName.TRUNCATED: frozenset({CauseName.TEMPERATURE}),
+}

@@ -7,40 +7,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy import stats
 
-from rollproof.gap.agreement import overlap
-from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
+from rollproof.gap.pairs import FloatArray, TokenPairs
+from rollproof.gap.route_evidence import RouteEvidence, route_evidence
+from rollproof.gap.shifts import ENOUGH, Shift, logprob_shift
 from rollproof.records import IntArray
 
-__all__ = ["Evidence", "RouteEvidence", "gather"]
+__all__ = ["Evidence", "gather"]
 
 _TOKENS = 400_000
 """Tokens that a diagnosis looks at: more change no conclusion, and cost seconds."""
 _BINS = 20
 _PER_BIN = 25
 _CUT = 3.0
-_FEW = 100
-"""Tokens below which neither a correlation with the next place nor a shift of routes is told."""
-_SLOTS = 8
-_SHIFTS = (-2, -1, 1, 2)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RouteEvidence:
-    """Slot mismatch of the routes as they stand, after shifting them by tokens or layers, and where it sits.
-
-    ``token_shift`` and ``layer_shift`` map a shift to the mismatch that is left when the trainer's rows are moved by it.
-    ``polluted`` is the share of tokens whose rows agree no better than chance, ``healthy`` the mismatch of the others; NaN
-    where a token has so few slots (``_SLOTS``) that one flip could look so.
-    ``dull_layers`` are leading layers of the axis whose rows hold no selection (one expert several times, or negative).
-    """
-
-    mismatch: float
-    chance: float
-    token_shift: dict[int, float]
-    layer_shift: dict[int, float]
-    polluted: float
-    healthy: float
-    dull_layers: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +28,7 @@ class Evidence:
     ``rho_excess`` is E[rho] - 1 and ``rho_z`` that over its standard error over sequences, ``rho_chance`` how likely such a one is of so
     few sequences (Student); ``explained`` is the share of the mean square of d that a function of the rollout logprob alone explains;
     ``pearson`` the correlation of the two logprobs and ``lagged`` that with the trainer's moved by -1 and +1 places; ``apart`` the share of
-    a sequence's tokens with |d| above ln 2, its median over sequences.
+    a sequence's tokens with |d| above ln 2, its median over sequences; ``shift`` the blocks of tokens whose logprobs are a neighbour's.
     """
 
     tokens: int
@@ -63,6 +41,7 @@ class Evidence:
     pearson: float
     apart: float
     lagged: dict[int, float] = field(default_factory=dict)
+    shift: Shift | None = None
     routes: RouteEvidence | None = None
 
 
@@ -92,7 +71,8 @@ def gather(pairs: TokenPairs) -> Evidence:
         pearson=_correlation(whole.rollout, whole.trainer),
         apart=float(np.median(np.add.reduceat((np.abs(d) > np.log(2)).astype(np.float64), whole.starts) / whole.lengths)),
         lagged={step: _lagged(pairs, step) for step in (-1, 1)},
-        routes=_routes(pairs),
+        shift=logprob_shift(pairs),
+        routes=route_evidence(pairs),
     )
 
 
@@ -143,56 +123,6 @@ def _lagged(pairs: TokenPairs, step: int) -> float:
     theirs = ours + step
     owner = pairs.owner
     keep = (owner[ours] == owner[theirs]) & np.isfinite(pairs.rollout[ours]) & np.isfinite(pairs.trainer[theirs])
-    if keep.sum() < _FEW:
+    if keep.sum() < ENOUGH:
         return float("nan")
     return _correlation(pairs.rollout[ours[keep]], pairs.trainer[theirs[keep]])
-
-
-def _routes(pairs: TokenPairs) -> RouteEvidence | None:
-    left, right = pairs.routes.get("rollout_routes"), pairs.routes.get("trainer_routes")
-    if left is None or right is None or left.shape != right.shape or len(left) * left.shape[1] < _FEW:
-        return None
-    most = max(1, (1 << 22) // (left.shape[1] * left.shape[2]))
-    left, right, owner = left[:most], right[:most], pairs.owner[:most]
-    top_k = left.shape[2]
-    experts = int(max(left.max(), right.max())) + 1
-    common, whole = overlap(left, right)
-    dull = 0
-    for layer in range(left.shape[1]):
-        if whole[:, layer].mean() > 0.05:
-            break
-        dull += 1
-    share = np.where(whole, common / top_k, np.nan)
-    with np.errstate(invalid="ignore"):
-        row = np.nanmean(share, axis=1) if whole.any() else np.full(len(left), np.nan)
-    chance = 1 - top_k / experts
-    lost = 1 - row > 0.7 * chance
-    enough = left.shape[1] * top_k >= _SLOTS
-    return RouteEvidence(
-        mismatch=_missed(left, right),
-        chance=chance,
-        token_shift={step: _missed(*_by_token(left, right, owner, step)) for step in _SHIFTS},
-        layer_shift={step: _missed(*_by_layer(left, right, step)) for step in _SHIFTS if abs(step) < left.shape[1]},
-        polluted=float(lost.mean()) if enough else float("nan"),
-        healthy=float(1 - np.nanmean(row[~lost])) if (~lost & np.isfinite(row)).any() else float("nan"),
-        dull_layers=dull,
-    )
-
-
-def _missed(left: IntArray, right: IntArray) -> float:
-    if not left.size:
-        return float("nan")
-    common, whole = overlap(left, right)
-    return float(1 - common[whole].mean() / left.shape[2]) if whole.any() else float("nan")
-
-
-def _by_token(left: IntArray, right: IntArray, owner: IntArray, step: int) -> tuple[IntArray, IntArray]:
-    ours = np.arange(max(0, -step), len(left) - max(0, step))
-    keep: BoolArray = owner[ours] == owner[ours + step]
-    return left[ours[keep]], right[ours[keep] + step]
-
-
-def _by_layer(left: IntArray, right: IntArray, step: int) -> tuple[IntArray, IntArray]:
-    layers = left.shape[1]
-    ours = np.arange(max(0, -step), layers - max(0, step))
-    return left[:, ours], right[:, ours + step]

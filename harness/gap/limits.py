@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rollproof.errors import GapError, UsageError
 from rollproof.gap.intervals import Interval
 from rollproof.gap.metrics import METRICS, Scale
 
-__all__ = ["GapVerdict", "Limit", "Limits", "Side", "limits_named"]
+__all__ = ["GapVerdict", "Limit", "Limits", "Side", "limits_named", "limits_of"]
 
 DEFAULT = "moe-bf16"
 """The loosest class in common use: a run that fails here is wrong in every class but quantised ones."""
@@ -84,7 +85,8 @@ class Limit:
         bound = -self.fail if self.side is Side.BELOW else self.fail
         room = bound - value
         reach = (high - value) if room > 0 else (value - low)
-        return math.ceil(tokens * (reach / room) ** 2) if room else None
+        needed = tokens * (reach / room) ** 2 if room else math.inf
+        return math.ceil(needed) if math.isfinite(needed) else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -100,19 +102,34 @@ class Limits:
     limits: Mapping[str, Limit]
 
 
-def limits_named(name: str | None = None, *, override: Path | None = None) -> Limits:
+def limits_of(limits: Any, *, override: Any = None) -> Limits:
+    """The argument ``limits`` of a call, which names a profile or is one. Raises as ``limits_named`` does."""
+    if isinstance(limits, Limits):
+        if override is not None:
+            raise UsageError("limits is a profile already, which no limits_file adds to: give its name, or leave the file out.")
+        return limits
+    return limits_named(limits, override=override)
+
+
+def limits_named(name: str | None = None, *, override: str | os.PathLike[str] | None = None) -> Limits:
     """The profile ``name`` of the shipped limits (default ``moe-bf16``), or of the file ``override``.
 
     The file's limits replace those of the same profile and metric.
 
     Raises ``UsageError`` for a name that neither has, ``GapError`` for a file that cannot be read as limits.
     """
+    if not isinstance(name, str | None):
+        raise UsageError(f"limits={name!r} must be the name of a profile (moe-bf16), or a Limits.")
+    if not isinstance(override, str | os.PathLike | None):
+        raise UsageError(f"limits_file={override!r} must be a path.")
     shipped = _read(resources.files("rollproof.gap").joinpath("limits.toml").read_text(encoding="utf-8"), "the shipped limits")
     own = {}
     if override is not None:
         try:
-            own = _read(override.read_text(encoding="utf-8"), str(override))
-        except (OSError, UnicodeDecodeError) as error:
+            own = _read(Path(override).read_text(encoding="utf-8"), os.fspath(override))
+        except (OSError, ValueError) as error:
+            if isinstance(error, GapError):
+                raise
             raise GapError(f"The limits in {override} cannot be read: {error}.") from error
     known = shipped | own
     name = name or (next(iter(own)) if len(own) == 1 else DEFAULT)

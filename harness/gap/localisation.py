@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rollproof.gap.sites import Site
+from rollproof.gap.wording import counted
 
 __all__ = ["FEW", "Localisation", "Parting", "SiteGap"]
 
@@ -111,8 +112,8 @@ class Localisation:
             module=gap.module,
             other_module=gap.other_module,
             experts=gap.experts,
-            because=f"{gap.site}{which}: {given}{gap.tokens:,} of {self.n_tokens:,} tokens are {gap.beyond:.3g} times as far apart as"
-            f" rounding puts them (relative difference {gap.alone:.2g}, rounding {gap.rounding:.2g})",
+            because=f"{gap.site}{which}: {given}{gap.tokens:,} of {counted(self.n_tokens, 'token')} are {gap.beyond:.3g} times as far apart"
+            f" as rounding puts them (relative difference {gap.alone:.2g}, rounding {gap.rounding:.2g})",
         )
 
     def to_dict(self) -> dict[str, Any]:

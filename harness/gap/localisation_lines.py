@@ -11,6 +11,7 @@ from rollproof.console import Line, Style
 
 if TYPE_CHECKING:
     from rollproof.gap.localisation import Localisation
+from rollproof.gap.wording import counted
 
 __all__ = ["localisation_lines"]
 
@@ -23,7 +24,7 @@ def localisation_lines(localisation: Localisation) -> Iterator[Line]:
     """Where the forwards part and by how much, the growth with depth, and what could not be matched; within 120 columns."""
     yield (
         Style.TITLE,
-        _wrapped(f"{localisation.first} and {localisation.second}  [{localisation.n_tokens:,} tokens, module by module]", "    "),
+        _wrapped(f"{localisation.first} and {localisation.second}  [{counted(localisation.n_tokens, 'token')}, module by module]", "    "),
     )
     partings = localisation.partings
     if not partings:

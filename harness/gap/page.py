@@ -20,6 +20,7 @@ from rollproof.gap.aliases import aliased
 from rollproof.gap.limits import GapVerdict, Side
 from rollproof.gap.metrics import METRICS, Scale
 from rollproof.gap.report import overall, rounded
+from rollproof.gap.wording import counted
 
 if TYPE_CHECKING:
     from rollproof.gap.comparison import Comparison
@@ -110,7 +111,7 @@ def page_text(report: GapReport, *, comparison: Comparison | None = None, locali
         for plot in draw_plots(report, comparison, localisation)
     ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": _number, "interval": _interval}
+    environment.filters |= {"number": _number, "interval": _interval, "counted": counted}
     template = environment.from_string(resources.files("rollproof.gap").joinpath("page.html").read_text(encoding="utf-8"))
     text = template.render(
         report=report,
@@ -154,7 +155,7 @@ def _told(report: GapReport) -> str:
         return f"All {len(report.verdicts)} limits hold, with their whole 95 % intervals."
     if report.verdict is GapVerdict.FAIL:
         reasons = [f"beyond the limit: {', '.join(failing)}"] if failing else []
-        reasons += [f"{report.panel.n_nonfinite:,} tokens with a logprob that is not finite"] if report.panel.n_nonfinite else []
+        reasons += [f"{counted(report.panel.n_nonfinite, 'token')} with a logprob that is not finite"] if report.panel.n_nonfinite else []
         reasons += [f"a cause that is wrong at any size: {cause.name}" for cause in report.causes if cause.fault]
         return f"Failed: {'; '.join(reasons)}."
     needed = f" About {rounded(report.required_n)} tokens of such sequences would decide." if report.required_n else ""

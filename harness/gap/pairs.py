@@ -21,6 +21,7 @@ from rollproof.gap.columns import (
     same_tokens,
     side_column,
 )
+from rollproof.gap.wording import counted
 from rollproof.records import IntArray
 
 __all__ = ["COLUMNS", "BoolArray", "FloatArray", "TokenPairs"]
@@ -129,6 +130,11 @@ class TokenPairs:
         The tokens of a sequence keep their order; ``position``, where it is given, decides it. ``rollout_routes`` and
         ``trainer_routes`` are ``(n, layers, top_k)``. ``by_version`` maps weight versions to the trainer's logprobs under them.
         """
+        if not isinstance(by_version, Mapping | None):
+            raise GapError(f"by_version must map each weight version to a column of logprobs, not be a {type(by_version).__name__}.")
+        strange = [version for version in by_version or {} if isinstance(version, bool) or not isinstance(version, int | str | np.integer)]
+        if strange:
+            raise GapError(f"by_version has the version {strange[0]!r}: versions are whole numbers or text.")
         unknown = sorted(set(columns) - set(COLUMNS))
         if unknown:
             raise GapError(f"No column is named {', '.join(unknown)}. A table of pairs may have: {', '.join(COLUMNS)}.")
@@ -187,6 +193,7 @@ def _once(names: npt.NDArray[Any], codes: IntArray, position: npt.NDArray[Any]) 
     if len(twice):
         at = int(twice[0])
         raise GapError(
-            f"{len(twice):,} tokens have the sequence_id and the position of another (the first: sequence {names[codes[at]]}, position"
-            f" {position[at]}): give each sample a sequence_id of its own, such as prompt and number of the sample."
+            f"{counted(len(twice), 'token', 'have')} the sequence_id and the position of another (the first: sequence"
+            f" {names[codes[at]]}, position {position[at]}): give each sample a sequence_id of its own, such as prompt and"
+            " number of the sample."
         )

@@ -153,12 +153,17 @@ def _tail(report: GapReport) -> Plot | None:
         value = report.panel.metrics[name].value
         if value > least:
             axes.plot(value, place, "o", color=RED, ms=5)
-            axes.annotate(label, (value, place), xytext=(6, 3), textcoords="offset points")
+            # on the free side of the curve, and away from the lines
+            apart = {"xytext": (-6, -3), "ha": "right", "va": "top"} if value < math.log(_TAUS[0]) else {"xytext": (6, 3)}
+            axes.annotate(label, (value, place), textcoords="offset points", **apart)
     for tau in _TAUS:
         if least < math.log(tau) < most:
             axes.axvline(math.log(tau), color=MUTED, lw=0.8, ls=":")
             side = (-3, "right") if tau == _TAUS[0] else (3, "left")
-            axes.annotate(f"F({tau})", (math.log(tau), 1.0), xytext=(side[0], -9), ha=side[1], textcoords="offset points", color=MUTED)
+            axes.annotate(
+                f"F({tau})", (math.log(tau), 1.0), xycoords=("data", "axes fraction"), xytext=(side[0], 2), ha=side[1], va="bottom",
+                textcoords="offset points", color=MUTED, annotation_clip=False,
+            )  # fmt: skip
     axes.grid()
     zero = f" {found.zero:.1%} of the tokens have equal logprobs." if found.zero else ""
     return Plot(

@@ -20,6 +20,7 @@ from rollproof.gap.localisation import Localisation
 from rollproof.gap.metrics import METRICS, Scale
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel
+from rollproof.gap.wording import counted
 
 __all__ = ["GAP_SCHEMA", "GapReport", "comparison_lines", "gap_lines", "overall", "rounded"]
 
@@ -152,12 +153,10 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
     panel = report.panel
     yield (
         Style.TITLE,
-        _wrapped(
-            f"{report.subject}  [{panel.n_tokens:,} tokens in {panel.n_sequences:,} sequences, limits {report.limits.profile}]", "    "
-        ),
+        _wrapped(f"{report.subject}  [{_size(panel.n_tokens, panel.n_sequences)}, limits {report.limits.profile}]", "    "),
     )
     if panel.n_nonfinite:
-        yield Style.BAD, f"  FAIL  {panel.n_nonfinite:,} tokens have a logprob that is not finite; no metric includes them"
+        yield Style.BAD, f"  FAIL  {counted(panel.n_nonfinite, 'token', 'have')} a logprob that is not finite; no metric includes such"
     yield Style.FAINT, _ROW.format("", "metric", "value", "95 % interval", "healthy", "limit").rstrip()
     for name, verdict in report.verdicts.items():
         yield from _limited(panel.metrics[name], report.limits.limits[name], verdict, panel.n_tokens)
@@ -186,6 +185,10 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
     yield style, f"  {word}{more}"
 
 
+def _size(tokens: int, sequences: int) -> str:
+    return f"{counted(tokens, 'token')} in {counted(sequences, 'sequence')}"
+
+
 def _parts_told(found: Decomposition) -> Iterator[Line]:
     """Mean |d| to the current weights, of all tokens and of each age, in its two parts."""
     yield (
@@ -205,7 +208,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[Line]:
     yield (
         Style.TITLE,
         _wrapped(
-            f"against {comparison.against}  [{comparison.tokens:,} tokens in {comparison.sequences:,} sequences, paired; wanted: below 1,"
+            f"against {comparison.against}  [{_size(comparison.tokens, comparison.sequences)}, paired; wanted: below 1,"
             " and above 1 for controls]",
             "    ",
         ),

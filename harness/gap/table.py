@@ -61,25 +61,46 @@ def _load(path: Path, renamed: dict[str, str], required: Sequence[str]) -> Any:
     stray = sorted(set(renamed) - set(COLUMNS))
     if stray:
         raise GapError(f"No column is named {', '.join(stray)}; the names that a file's columns can stand for are {', '.join(COLUMNS)}.")
-    if not path.is_file():
-        raise GapError(f"There is no file {path}.")
+    mark = _mark(path)
     try:
-        if _magic(path) == b"PAR1":
+        if mark == _PARQUET:
             names = pq.read_schema(path).names
             return _named(pq.read_table(path, columns=_wanted(names, renamed, required, path)), renamed)
         with pa.memory_map(str(path)) as source:
-            opened = pa.ipc.open_file(source) if _magic(path) == b"ARRO" else pa.ipc.open_stream(source)
+            opened = pa.ipc.open_file(source) if mark == _ARROW else pa.ipc.open_stream(source)
             table = opened.read_all()
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, GapError):
             raise
-        raise GapError(f"{path} cannot be read as Parquet or Arrow: {str(error).splitlines()[0]}") from error
+        kind = "Parquet" if mark == _PARQUET else "Arrow"
+        raise GapError(
+            f"{path} begins as {kind} does and cannot be read to its end: it is damaged, or was cut short. Write it anew."
+        ) from error
     return _named(table.select(_wanted(table.column_names, renamed, required, path)), renamed)
 
 
-def _magic(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4)
+_PARQUET, _ARROW, _STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
+
+
+def _mark(path: Path) -> bytes:
+    """How the file begins. Raises ``GapError`` where it is none, or neither Parquet nor Arrow."""
+    if path.is_dir():
+        raise GapError(f"{path} is a folder: name the file in it.")
+    if not path.exists():
+        raise GapError(f"There is no file {path}.")
+    if not path.is_file():
+        raise GapError(
+            f"{path} is no plain file (a pipe, a terminal or a device): Parquet is read from its end, so write it to a file first."
+        )
+    try:
+        with path.open("rb") as file:
+            mark = file.read(4)
+    except OSError as error:
+        raise GapError(f"{path} cannot be opened: {error.strerror}.") from error
+    if mark not in (_PARQUET, _ARROW, _STREAM):
+        what = "is empty" if not mark else "is neither Parquet nor Arrow"
+        raise GapError(f"{path} {what}: records are written by pyarrow.parquet.write_table (docs/gap.md); a trace goes with --rollout.")
+    return mark
 
 
 def _wanted(names: list[str], renamed: Mapping[str, str], required: Sequence[str], path: Path) -> list[str]:

@@ -5,6 +5,7 @@ A trainer is any object with the method of ``GapTrainer``; ``hf:PATH`` is the on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +13,19 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rollproof.errors import GapError
+from rollproof.contract import Provenance
+from rollproof.errors import GapError, UsageError
 from rollproof.gap.joining import Sample, current_columns, rollout_columns, samples_of
-from rollproof.gap.limits import Limits, limits_named
-from rollproof.gap.measuring import measure_pairs
+from rollproof.gap.limits import Limits, limits_of
+from rollproof.gap.measuring import measure_pairs, require_sampling
 from rollproof.gap.pairs import FloatArray, TokenPairs
 from rollproof.gap.report import GapReport
 from rollproof.records import IntArray, Rollout, Version
 from rollproof.store import open_trace
 
 __all__ = ["GapTrainer", "Scored", "measure_rollouts", "score_rollouts"]
+
+_PROVENANCE_NAMES = tuple(str(one) for one in Provenance)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,6 +67,10 @@ def score_rollouts(
     tells whether a tag names the weights that sampled. ``provenance`` says of which weights a resumed rollout's routes are, as a contract
     declares it (default: the trace's, else ``as-sampled``). Raises ``GapError`` where either side lacks what the other has.
     """
+    if not callable(getattr(trainer, "score", None)):
+        raise UsageError(f"A trainer has a method score(rollouts, *, version, replay); {type(trainer).__name__} has none.")
+    if provenance not in (None, *_PROVENANCE_NAMES):
+        raise UsageError(f"provenance={provenance!r} is not one of: {', '.join(_PROVENANCE_NAMES)}.")
     samples = _samples(rollouts)
     provenance = provenance or (_provenance(Path(rollouts)) if isinstance(rollouts, Path | str) else "as-sampled")
     if replay:
@@ -76,6 +84,8 @@ def score_rollouts(
         names = [name for name in samples if every_version or version in wanted[name]]
         own = [samples[name].rollout for name in names]
         found = trainer.score(own, version=version, replay=replay)
+        if not isinstance(found, Sequence | np.ndarray):
+            raise GapError(f"The trainer's score returned a {type(found).__name__}: it returns one Scored for each rollout, in a list.")
         if len(found) != len(own):
             raise GapError(f"The trainer returned {len(found)} scores for {len(own)} rollouts under version {version}.")
         for name, rollout, scored in zip(names, own, found, strict=True):
@@ -96,12 +106,14 @@ def measure_rollouts(
     replay: bool = False,
     every_version: bool = False,
     limits: str | Limits | None = None,
+    limits_file: str | os.PathLike[str] | None = None,
     subject: str = "gap",
     resamples: int = 1000,
     seed: int = 0,
 ) -> GapReport:
     """The gap of rollouts that ``trainer`` scores anew: ``score_rollouts``, then ``measure``. Raises as either does."""
-    chosen = limits if isinstance(limits, Limits) else limits_named(limits)
+    chosen = limits_of(limits, override=limits_file)
+    require_sampling(resamples, seed)
     pairs = score_rollouts(rollouts, trainer, replay=replay, every_version=every_version)
     report = measure_pairs(pairs, limits=chosen, subject=subject, resamples=resamples, seed=seed)
     return noted(report, trainer)
@@ -115,6 +127,8 @@ def noted(report: GapReport, trainer: GapTrainer) -> GapReport:
 def _samples(rollouts: Iterable[Rollout] | Path | str) -> Mapping[str, Sample]:
     if isinstance(rollouts, Path | str):
         samples: Mapping[str, Sample] = samples_of(Path(rollouts), None)
+    elif not isinstance(rollouts, Iterable):
+        raise UsageError(f"rollouts must be records (rollproof.Rollout) or the path of a trace, not a {type(rollouts).__name__}.")
     else:
         samples = {}
         for rollout in rollouts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,10 @@ def put(value: Any, at: Any = 7) -> Any:
 FIRST = {name: column[:1] for name, column in records().items()}
 NONE = {name: column[:0] for name, column in records().items()}
 BROKEN = [
-    ("nan", records(trainer_logprob=put(np.nan)), "fail", "1 tokens have a logprob that is not finite"),
-    ("minus infinity", records(rollout_logprob=put(-np.inf)), "fail", "1 tokens have a logprob that is not finite"),
-    ("stands for minus infinity", records(rollout_logprob=put(-9999.0)), "fail", "1 tokens have a logprob that is not finite"),
-    ("least float", records(trainer_logprob=put(np.finfo(np.float64).min)), "fail", "1 tokens have a logprob that is not finite"),
+    ("nan", records(trainer_logprob=put(np.nan)), "fail", "1 token has a logprob that is not finite"),
+    ("minus infinity", records(rollout_logprob=put(-np.inf)), "fail", "1 token has a logprob that is not finite"),
+    ("stands for minus infinity", records(rollout_logprob=put(-9999.0)), "fail", "1 token has a logprob that is not finite"),
+    ("least float", records(trainer_logprob=put(np.finfo(np.float64).min)), "fail", "1 token has a logprob that is not finite"),
     ("nothing but nan", records(rollout_logprob=np.full(N, np.nan)), "fail", "400 tokens have a logprob that is not finite"),
     ("positive", records(trainer_logprob=lambda own: -own), "error", "trainer_logprob holds 400 of 400 values above 0"),
     ("one positive", records(rollout_logprob=put(0.5)), "error", r"holds 1 of 400 values above 0 \(the first: 0.5 at row 7"),
@@ -63,8 +64,8 @@ BROKEN = [
     ("a mask of weights", records(mask=np.full(N, 0.5)), "error", "mask must hold true and false"),
     ("all masked", records(mask=np.zeros(N)), "open", "the mask excludes all 400"),
     ("no row", NONE, "open", "the mask excludes all 0"),
-    ("one token", FIRST, "open", "1 sequences are too few"),
-    ("one sequence", records(sequence_id=np.zeros(N, int)), "open", "1 sequences are too few"),
+    ("one token", FIRST, "open", "1 sequence is too few"),
+    ("one sequence", records(sequence_id=np.zeros(N, int)), "open", "1 sequence is too few"),
     ("a vocabulary of one", records(rollout_logprob=np.zeros(N), trainer_logprob=np.zeros(N)), "open", "pearson cannot be known"),
     ("a uniform law", records(rollout_logprob=np.full(N, -1.0), trainer_logprob=np.full(N, -1.0)), "open", "pearson cannot be known"),
     ("other tokens", records(token_id=np.arange(N), trainer_token_id=np.arange(N) // 2), "error", "different tokens in 399 rows"),
@@ -72,7 +73,7 @@ BROKEN = [
     ("routes without layers", records(rollout_routes=ROUTES[:, 0]), "error", "must (be an integer array|hold a list of layers)"),
     ("routes of other layers", records(rollout_routes=ROUTES, trainer_routes=ROUTES[:, :2]), "error", "differ in shape"),
     ("routes of other top-k", records(rollout_routes=ROUTES, trainer_routes=ROUTES[:, :, :1]), "error", "differ in shape"),
-    ("a negative temperature", records(temperature=np.full(N, -1.0)), "error", r"temperature must be a number \(at least 0\); it is -1"),
+    ("a negative temperature", records(temperature=np.full(N, -1.0)), "error", r"temperature must be a number of at least 0; it is -1"),
     ("a temperature in words", records(temperature=np.full(N, "hot")), "error", "temperature must hold one number a token"),
     ("positions in words", records(position=np.full(N, "x")), "error", "position must hold one number a token"),
     ("resumes in words", records(since_resume=np.full(N, "x")), "error", "since_resume must hold one number a token"),
@@ -155,16 +156,16 @@ def test_too_few_resamples(resamples: Any) -> None:
 
 
 TRACES = [
-    ("nan", {"logprobs": np.array([-1.0, np.nan, -0.5, -0.75])}, {}, "fail", "1 tokens have a logprob that is not finite"),
+    ("nan", {"logprobs": np.array([-1.0, np.nan, -0.5, -0.75])}, {}, "fail", "1 token has a logprob that is not finite"),
     ("positive", {"logprobs": -ROLLOUT}, {}, "error", "rollout_logprob holds 4 of 4 values above 0"),
     ("all masked", {"loss_mask": np.zeros(4, dtype=np.int64)}, {}, "open", "the mask excludes all 4"),
-    ("one sequence", {}, {}, "open", "1 sequences are too few"),
+    ("one sequence", {}, {}, "open", "1 sequence is too few"),
     ("too few logprobs", {"logprobs": ROLLOUT[:2]}, {}, "error", "another number of logprobs than response tokens"),
     ("no logprobs", {"logprobs": None}, {}, "error", "have no logprobs"),
-    ("trainer's nan", {}, {"trainer_logprob": [[-1.0, np.nan, -0.5, -0.75]]}, "fail", "1 tokens have a logprob that is not finite"),
+    ("trainer's nan", {}, {"trainer_logprob": [[-1.0, np.nan, -0.5, -0.75]]}, "fail", "1 token has a logprob that is not finite"),
     ("trainer's positive", {}, {"trainer_logprob": [[1.0] * 4]}, "error", "trainer_logprob holds 4 of 4 values above 0"),
     ("trainer's too few", {}, {"trainer_logprob": [[-1.0] * 3]}, "error", "r0, 3 for 4"),
-    ("trainer's other tokens", {}, {"token_id": [[4, 5, 6, 8]]}, "error", "different tokens in 1 rows"),
+    ("trainer's other tokens", {}, {"token_id": [[4, 5, 6, 8]]}, "error", "different tokens in 1 row "),
     ("another request's", {}, {"sequence_id": ["r9"]}, "error", "has no rows for 1 of 1 rollouts"),
 ]
 
@@ -258,6 +259,15 @@ def test_ids_beyond_64_bits_stay_apart() -> None:
     numbers = np.arange(N) // 20
     for ids in ([2**70 + int(x) for x in numbers], [2**63 + int(x) if x % 2 else 2**62 + int(x) for x in numbers]):
         assert 20 == measure(**records(sequence_id=lambda _, ids=ids: ids), resamples=100).panel.n_sequences  # type: ignore[misc]
+
+
+def test_ids_in_bytes_are_text(tmp_path: Path) -> None:
+    """Names that a file holds as bytes are told as text, in JSON too."""
+    ids = np.array([f"r{x // 20}".encode() for x in range(N)])
+    for given in (ids, ids.astype(object)):
+        report = measure(**records(sequence_id=given, token_id=given), resamples=100)
+        assert str(report.panel.worst[0]["sequence"]).startswith("r")
+        assert json.dumps(report.to_dict())
 
 
 @pytest.mark.parametrize("name", ["mask", "rollout_logprob", "sequence_id"])

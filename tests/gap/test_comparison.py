@@ -107,14 +107,14 @@ def test_what_is_on_one_side_only_is_left_out_and_told() -> None:
     part.trainer[7] = np.nan
     comparison = compare(on, part)
     assert (2999, 30) == (comparison.tokens, comparison.sequences)
-    assert "10 sequences are not on every side" in comparison.notes[0]
-    assert "1 tokens without a finite logprob" in comparison.notes[1]
+    assert "10 sequences not on every side" in comparison.notes[0]
+    assert "1 token without a finite logprob" in comparison.notes[1]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda rollout, trainer: _pairs(rollout - 0.01, trainer), "hold different rollouts: 4,000 tokens differ"),
+        (lambda rollout, trainer: _pairs(rollout - 0.01, trainer), "hold different rollouts: 4,000 tokens with another token_id"),
         (lambda rollout, trainer: _pairs(rollout[:, 1:], trainer[:, 1:]), "Sequence 0 has 100 unmasked tokens .* and 99 in"),
         (lambda rollout, trainer: _pairs(rollout, trainer, sequence_id=np.arange(4000) // 100 + 100), "No sequence_id is on every side"),
         (lambda rollout, trainer: _pairs(rollout, trainer * np.nan), "No token has a finite logprob on every side"),

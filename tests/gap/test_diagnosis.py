@@ -8,10 +8,10 @@ import pytest
 from rollproof.fakes.gap import PROFILES, bank
 from rollproof.fakes.gap_faults import GAP_FAULTS, GapWorld, gap_columns
 from rollproof.gap import GapVerdict, measure
-from rollproof.gap.diagnosis import CLASSES, NUMERICS
+from rollproof.gap.causes import CauseName
 
 EXPECTED = {
-    "numerics only": NUMERICS,
+    "numerics only": "numerics only",
     "raw logprobs, T=0.6": "temperature or logprob mode",
     "raw logprobs, T=0.8": "temperature or logprob mode",
     "raw logprobs, T=1.2": "temperature or logprob mode",
@@ -39,7 +39,7 @@ EXPECTED = {
 def test_every_fault_has_an_expected_class() -> None:
     """The table covers every fault, and names only classes that exist."""
     assert set(GAP_FAULTS) == set(EXPECTED)
-    assert set(EXPECTED.values()) <= set(CLASSES)
+    assert set(EXPECTED.values()) <= set(CauseName)
 
 
 @pytest.mark.parametrize("fault", GAP_FAULTS)
@@ -55,7 +55,7 @@ def test_numerics_are_never_called_a_fault(profile: str) -> None:
     world = GapWorld(sequences=40, length=300, profile=PROFILES[profile])
     report = measure(**gap_columns("numerics only", seed=4, world=world), resamples=200)
     names = {cause.name for cause in report.causes}
-    assert names <= ({NUMERICS} if report.verdict is not GapVerdict.FAIL else {"unexplained"})
+    assert names <= ({CauseName.NUMERICS} if report.verdict is not GapVerdict.FAIL else {"unexplained"})
 
 
 def test_a_fault_within_the_limits_fails_all_the_same() -> None:
@@ -68,7 +68,7 @@ def test_a_fault_within_the_limits_fails_all_the_same() -> None:
 def test_a_constant_model_names_nothing() -> None:
     """Logprobs that are all equal (a vocabulary of one) give no correlation, no cause but numerics, and no warning."""
     report = measure(np.zeros(2000), np.zeros(2000), sequence_id=np.repeat(np.arange(40), 50), mask=np.ones(2000), resamples=100)
-    assert [NUMERICS] == [cause.name for cause in report.causes]
+    assert [CauseName.NUMERICS] == [cause.name for cause in report.causes]
 
 
 def test_a_short_sequence_does_not_lend_its_neighbour_its_logprobs() -> None:

@@ -21,8 +21,8 @@ from rollproof.console import text_of
 from rollproof.errors import ConformanceError, GapError, UsageError
 from rollproof.fakes.gap_faults import GAP_FAULTS, GapWorld, gap_columns
 from rollproof.gap import COLUMNS, GapReport, GapVerdict, gap_lines, measure
+from rollproof.gap.causes import CauseName
 from rollproof.gap.comparison import compare
-from rollproof.gap.diagnosis import CLASSES
 from rollproof.gap.report import comparison_lines
 from rollproof.report import ExitCode
 from rollproof.store import dump_trace
@@ -67,7 +67,7 @@ def test_require_raises_the_report() -> None:
     assert (GapVerdict.FAIL, GapVerdict.INCONCLUSIVE) == (failed.verdict, open_.verdict)
     with pytest.raises(ConformanceError, match="diagnosis: off by one"):
         failed.require(inconclusive="allow")
-    with pytest.raises(AssertionError, match="1 sequences are too few"):
+    with pytest.raises(AssertionError, match="1 sequence is too few"):
         open_.require()
     open_.require(inconclusive="allow")
     with pytest.raises(UsageError, match="inconclusive='maybe' is not one of: fail, allow"):
@@ -145,7 +145,7 @@ def test_a_trace_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     pq.write_table(pa.table({"sequence_id": ["r0"], "trainer_logprob": [[-1.0, -0.25, -0.5, -0.75]]}), tmp_path / "t.parquet")
     arguments = ["gap", "--rollout", str(tmp_path / "trace.json"), "--trainer"]
     assert ExitCode.UNKNOWN == run([*arguments, str(tmp_path / "t.parquet"), "--limits", "tiny-fp32"])
-    assert "4 tokens in 1 sequences" in capsys.readouterr().out.replace("\n    ", " ")
+    assert "4 tokens in 1 sequence," in capsys.readouterr().out.replace("\n    ", " ")
     assert ExitCode.USAGE == run([*arguments, "score:fsdp"])
     assert "no score by 'fsdp'" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_the_page_of_the_docs_shows_what_the_command_prints(
     text = (docs / "gap.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out in text
     rows = set(re.findall(r"^\| `?([^|`]+?)`? \|", text, flags=re.MULTILINE))
-    assert set(COLUMNS) | set(CLASSES) | set(_profiles()) <= rows
+    assert set(COLUMNS) | set(CauseName) | set(_profiles()) <= rows
     assert (docs / "example" / "gap_records.py").read_text(encoding="utf-8").partition("annotations\n\n")[2] in text
     assert (docs / "example" / "test_my_gap.py").read_text(encoding="utf-8") in text
 
@@ -190,5 +190,5 @@ def _profiles() -> list[str]:
 def test_a_tensor_that_requires_grad_is_an_error_of_ours() -> None:
     """A training loop that forgets detach() is told so, and not by a traceback of torch."""
     torch: Any = pytest.importorskip("torch", reason="needs a tensor of torch")
-    with pytest.raises(GapError, match=r"trainer_logprob must hold numbers .*detach"):
+    with pytest.raises(GapError, match=r"trainer_logprob cannot be made an array of numpy.*detach"):
         measure(torch.zeros(4), torch.zeros(4, requires_grad=True), sequence_id=torch.arange(4), mask=torch.ones(4))

@@ -7,19 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.fakes.gap import PROFILES, bank, closed_form, noise_scale
+from rollproof.fakes.gap import PROFILES, closed_form, noise_scale
 from rollproof.gap import GapReport, measure
-from rollproof.gap.causes import NUMERICS
+from rollproof.gap.causes import CauseName
+from tests.support.gap_measured import sampled
 
-FAULTLESS = {NUMERICS, "unexplained"}
-
-
-def sampled(rng: np.random.Generator, tokens: int) -> Any:
-    """Logprobs of tokens that the fake's laws sampled."""
-    logits = bank(tokens, rng)
-    picked = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1)
-    top = logits.max(axis=1)
-    return logits[np.arange(tokens), picked] - top - np.log(np.exp(logits - top[:, None]).sum(axis=1))
+FAULTLESS = {CauseName.NUMERICS, CauseName.UNEXPLAINED}
 
 
 def healthy(seed: int, sequences: int = 40, length: int = 100, profile: str = "moe-bf16", factor: float = 1.0, **columns: Any) -> GapReport:

@@ -55,6 +55,7 @@ def test_the_tokens_needed_shrink_with_the_distance_from_the_limit() -> None:
     assert 4000 == _limit().tokens_needed(Interval(value=0.8, low=0.5, high=1.2), 1000)
     assert 1000 == _limit().tokens_needed(Interval(value=0.5, low=0.4, high=0.6), 1000)
     assert _limit().tokens_needed(Interval(value=0.8, low=math.nan, high=math.nan), 1000) is None
+    assert _limit().tokens_needed(Interval(value=0.8, low=0.1, high=math.inf), 1000) is None
 
 
 def test_every_shipped_limit_has_a_source() -> None:
@@ -104,7 +105,7 @@ def test_an_unknown_profile_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize(
     ("sequences", "mask", "words"),
-    [(1, 1.0, "1 sequences are too few"), (8, 1.0, "8 sequences are too few"), (40, 0.0, "the mask excludes all 2,000")],
+    [(1, 1.0, "1 sequence is too few"), (8, 1.0, "8 sequences are too few"), (40, 0.0, "the mask excludes all 2,000")],
 )
 def test_too_little_data_is_inconclusive(sequences: int, mask: float, words: str) -> None:
     """One sequence, a few, or no token left give no verdict, and a note that says what is missing."""

@@ -37,7 +37,7 @@ def _columns(**changes: Any) -> dict[str, Any]:
         ({"sequence_id": [0.0, float("nan"), 1, 1]}, "sequence_id holds missing values"),
         (
             {"token_id": [1, 2, 3, 4], "trainer_token_id": [1, 2, 3, 5]},
-            "different tokens in 1 rows .*row 3, 4 at the rollout, 5 at the trainer",
+            "different tokens in 1 row .*row 3, 4 at the rollout, 5 at the trainer",
         ),
         ({"colour": [1, 2, 3, 4]}, "No column is named colour"),
         ({"rollout_routes": [[1, 2], [1, 2], [1, 2], [1, 2]]}, r"rollout_routes must be an integer array \(tokens, layers, top_k\)"),
@@ -138,13 +138,35 @@ def test_files_that_hold_something_else_are_refused(tmp_path: Path, columns: dic
         read_pairs(_written(tmp_path / "t.parquet", columns))
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + bytes(100), b"junk" * 100])
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: bytes) -> None:
-    """Empty, truncated and foreign files are told as such."""
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty: records are written by"),
+        (b"PAR1", "begins as Parquet does and cannot be read to its end"),
+        (b"PAR1" + bytes(100), "begins as Parquet does and cannot be read to its end"),
+        (b"ARROW1" + bytes(100), "begins as Arrow does and cannot be read to its end"),
+        (b"\xff\xff\xff\xff" + bytes(100), "begins as Arrow does and cannot be read to its end"),
+        (b"import rollproof\n", "is neither Parquet nor Arrow: records are written by"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    """Empty, truncated and foreign files are told as such, in our own words."""
     path = tmp_path / "junk.parquet"
     path.write_bytes(content)
-    with pytest.raises(GapError, match="cannot be read as Parquet or Arrow"):
+    with pytest.raises(GapError, match=words) as raised:
         read_pairs(path)
+    assert "magic" not in str(raised.value).lower()
+
+
+def test_what_is_no_plain_file_is_told(tmp_path: Path) -> None:
+    """A folder, a device and a path to nothing are each called what they are."""
+    for path, words in (
+        (tmp_path, "is a folder: name the file in it"),
+        (Path("/dev/null"), "is no plain file"),
+        (tmp_path / "x", "There is no file"),
+    ):
+        with pytest.raises(GapError, match=words):
+            read_pairs(path)
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollproof.fakes.gap import bank
 from rollproof.fakes.gap_faults import GapWorld, gap_columns
 from rollproof.gap import GapReport, measure
 from rollproof.gap.pairs import FloatArray
 
-__all__ = ["FROZEN_GENERATION", "FROZEN_MASK", "FROZEN_TRAINER", "measured"]
+__all__ = ["FROZEN_GENERATION", "FROZEN_MASK", "FROZEN_TRAINER", "measured", "sampled"]
 
 SHAPE = (16, 40)
 FROZEN_GENERATION = [[-0.5, -1.25, -0.01, -3.0, -0.2], [-2.0, -0.75, -1.5, -0.1, -0.3], [-0.9, -0.05, -4.5, -0.6, -1.1]]
@@ -26,3 +27,11 @@ def measured() -> tuple[GapReport, FloatArray, FloatArray, FloatArray]:
     rollout = np.where(mask, rollout, -3.0)
     columns |= {"mask": mask.ravel(), "rollout_logprob": rollout.ravel()}
     return measure(**columns, resamples=100), rollout, trainer, mask.astype(float)
+
+
+def sampled(rng: np.random.Generator, tokens: int) -> FloatArray:
+    """Logprobs of tokens that the fake's laws sampled."""
+    logits = bank(tokens, rng)
+    picked = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1)
+    top = logits.max(axis=1)
+    return np.asarray(logits[np.arange(tokens), picked] - top - np.log(np.exp(logits - top[:, None]).sum(axis=1)))

@@ -1,0 +1,100 @@
+"""Notes: what a reader of a gap has to know beside its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from rollproof.gap.buckets import staleness
+from rollproof.gap.column_causes import FEW, few_sequences
+from rollproof.gap.columns import BoolArray
+from rollproof.gap.limits import Limits
+from rollproof.gap.pairs import TokenPairs
+from rollproof.gap.panel import Panel
+from rollproof.gap.report import FEW_SEQUENCES
+from rollproof.gap.wording import counted
+
+__all__ = ["notes_of"]
+
+_RUN = 16
+"""Tokens of a sequence's end that look like padding: shorter runs a sharp model ends with by itself."""
+_SEEN = 0.01
+"""|d|, in nats, from which one side alone is seen to be padded."""
+
+
+def notes_of(pairs: TokenPairs, panel: Panel, limits: Limits) -> tuple[str, ...]:
+    """The notes of a measurement, in the order in which they are told."""
+    return (*_of_the_tokens(pairs), *_of_the_numbers(pairs, panel, limits))
+
+
+def _of_the_tokens(pairs: TokenPairs) -> Iterator[str]:
+    if not pairs.n_tokens:
+        yield f"No token is left: the mask excludes all {pairs.masked:,}."
+    elif pairs.n_sequences < FEW_SEQUENCES:
+        few = counted(pairs.n_sequences, "sequence", "are")
+        yield f"{few} too few for intervals over sequences: measure at least {FEW_SEQUENCES}, better 64."
+    yield from _padding(pairs)
+    greedy = int((pairs.sides["temperature"] == 0).sum()) if "temperature" in pairs.sides else 0
+    if greedy:
+        yield (
+            f"{counted(greedy, 'token', 'were')} chosen greedily (temperature 0): that is no draw from the rollout's law, so that k1, k3"
+            " and E[rho] estimate nothing of it; |d| compares them all the same."
+        )
+    lag = staleness(pairs)
+    ahead = 0 if lag is None else int((lag < 0).sum())
+    if ahead:
+        yield (
+            f"{counted(ahead, 'token', 'were')} sampled by a version that is newer than the current_version: one of the two columns"
+            " is wrong."
+        )
+    if few := few_sequences(pairs):
+        some = ", ".join(map(str, few[:6])) + (" ..." if len(few) > 6 else "")
+        yield (
+            f"{counted(len(few), 'replica')} sampled fewer than {FEW} sequences ({some}): of so few it cannot be told whether a replica is"
+            " stale."
+        )
+
+
+def _padding(pairs: TokenPairs) -> Iterator[str]:
+    """Long ends of sequences where a logprob is exactly 0: a token that could not have been another one, or no token."""
+    if not pairs.n_tokens:
+        return
+    rollout, trainer = pairs.rollout, pairs.trainer
+    blank = {
+        "on both sides": (rollout == 0) & (trainer == 0),
+        "at the rollout alone": (rollout == 0) & (trainer < -_SEEN),
+        "at the trainer alone": (trainer == 0) & (rollout < -_SEEN),
+    }
+    for where, found in blank.items():
+        ends = _ends(pairs, found)
+        hit = ends >= _RUN
+        if hit.any():
+            tokens, sequences = int(ends[hit].sum()), int(hit.sum())
+            yield (
+                f"{tokens:,} tokens at the ends of {counted(sequences, 'sequence')} have a logprob of exactly 0 {where}, as padding has."
+                " Is it padding, let the mask leave it out: every mean here includes it."
+            )
+
+
+def _ends(pairs: TokenPairs, found: BoolArray) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """``(sequences,)``: the longer of the runs of ``found`` tokens at the beginning and at the end of each."""
+    place = np.arange(pairs.n_tokens)
+    last = np.maximum.reduceat(np.where(found, -1, place), pairs.starts)
+    first = np.minimum.reduceat(np.where(found, pairs.n_tokens, place), pairs.starts)
+    ends = pairs.starts + pairs.lengths
+    behind = ends - 1 - np.maximum(last, pairs.starts - 1)
+    return np.asarray(np.maximum(behind, np.minimum(first, ends) - pairs.starts))
+
+
+def _of_the_numbers(pairs: TokenPairs, panel: Panel, limits: Limits) -> Iterator[str]:
+    plain, cut = panel.metrics["kl_mu_pi_k3"].value, panel.metrics["k3_winsorised"].value
+    if plain > 2 * cut > 0:
+        yield f"A few tokens carry k3: {plain:.3g}, and {cut:.3g} with |d| cut at 2. Look at the worst tokens before trusting the mean."
+    flat = [name for name in limits.limits if name in panel.metrics and math.isnan(panel.metrics[name].value)]
+    if flat and panel.n_tokens > panel.n_nonfinite:
+        yield f"{' and '.join(flat)} cannot be known: every token has the same probability, so that there is nothing to compare."
+    unmeasured = [name for name in limits.limits if name in ("slot_mismatch", "layer_mismatch") and len(pairs.routes) < 2]
+    if unmeasured:
+        yield f"{' and '.join(unmeasured)} not measured: that needs rollout_routes and trainer_routes."

@@ -1,0 +1,71 @@
+"""Route evidence: how the routes of two sides differ, and whether other rows or layers fit better."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollproof.gap.agreement import overlap
+from rollproof.gap.pairs import TokenPairs
+from rollproof.gap.shifts import ENOUGH, STEPS, Shift, moved_layers, moved_tokens, route_shift
+from rollproof.records import IntArray
+
+__all__ = ["RouteEvidence", "route_evidence"]
+
+_SLOTS = 8
+_MOST = 1 << 22
+"""Slots that are looked at: more change no conclusion, and cost seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouteEvidence:
+    """Slot mismatch of the routes as they stand, after shifting them by tokens or layers, and where it sits.
+
+    ``token_shift`` and ``layer_shift`` map a shift to the mismatch that is left when the trainer's rows are moved by it; ``shift`` is one
+    that mends a part of the tokens or layers. ``polluted`` is the share of tokens whose rows agree no better than chance, ``healthy`` the
+    mismatch of the others; NaN where a token has so few slots (``_SLOTS``) that one flip could look so.
+    ``dull_layers`` are leading layers of the axis whose rows hold no selection (one expert several times, or negative).
+    """
+
+    mismatch: float
+    token_shift: dict[int, float]
+    layer_shift: dict[int, float]
+    shift: Shift | None
+    polluted: float
+    healthy: float
+    dull_layers: int
+
+
+def route_evidence(pairs: TokenPairs) -> RouteEvidence | None:
+    """The evidence of the routes of ``pairs``; ``None`` where a side has none, or too few."""
+    left, right = pairs.routes.get("rollout_routes"), pairs.routes.get("trainer_routes")
+    if left is None or right is None or left.shape != right.shape or len(left) * left.shape[1] < ENOUGH:
+        return None
+    most = max(1, _MOST // (left.shape[1] * left.shape[2]))
+    left, right, owner = left[:most], right[:most], pairs.owner[:most]
+    top_k = left.shape[2]
+    common, whole = overlap(left, right)
+    captured = whole.mean(axis=0) > 0.05
+    missed, rows = ((top_k - common) * whole).sum(axis=1), whole.sum(axis=1)
+    told = rows > 0
+    row = np.divide(missed, rows * top_k, out=np.zeros(len(left)), where=told)
+    chance = 1 - top_k / (int(max(left.max(), right.max())) + 1)
+    lost = told & (row > 0.7 * chance)
+    well = told & ~lost
+    return RouteEvidence(
+        mismatch=_missed(left, right),
+        token_shift={step: _missed(*moved_tokens(left, right, owner, step)) for step in STEPS},
+        layer_shift={step: _missed(*moved_layers(left, right, step)) for step in STEPS if abs(step) < left.shape[1]},
+        shift=route_shift(left, right, pairs),
+        polluted=float(lost.mean()) if left.shape[1] * top_k >= _SLOTS else float("nan"),
+        healthy=float(row[well].mean()) if well.any() else float("nan"),
+        dull_layers=int(np.argmax(captured)) if captured.any() else left.shape[1],
+    )
+
+
+def _missed(left: IntArray, right: IntArray) -> float:
+    if not left.size:
+        return float("nan")
+    common, whole = overlap(left, right)
+    return float(1 - common[whole].mean() / left.shape[2]) if whole.any() else float("nan")

@@ -1,0 +1,223 @@
+"""Shifts: logprobs or routes that stand at another token or layer than they belong to, in every sequence or in a part of them.
+
+A shift of a share of the tokens is lost in a correlation over all of them. So the tokens are cut into blocks (each sequence, or each
+third of a long one), and the routes into layers: a block is shifted where another place fits it at least three times as well as its own.
+Numerics never do that, whatever their size: a neighbour's logprobs and experts are another token's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollproof.gap.agreement import overlap
+from rollproof.gap.columns import BoolArray, FloatArray
+from rollproof.gap.pairs import TokenPairs
+from rollproof.gap.wording import counted
+from rollproof.records import IntArray
+
+__all__ = ["BETTER", "ENOUGH", "MISMATCH", "STEPS", "Shift", "logprob_shift", "moved_layers", "moved_tokens", "route_shift"]
+
+ENOUGH = 100
+"""Tokens below which no shift is told."""
+_LONG = 90
+"""Tokens from which a sequence is looked at in thirds."""
+_LEAST = 20
+"""Tokens below which a block says nothing."""
+_APART = 0.05
+"""Mean |d|, in nats, below which logprobs are where they belong, or so confident that no place can be told from another."""
+MISMATCH = 0.3
+"""Share of expert slots that differ from which a shift is looked for: healthy sides differ in 1 to 5 %."""
+BETTER = 3.0
+"""Times that another place must fit better than the own one."""
+_CUT = 3.0
+STEPS = (-2, -1, 1, 2)
+_ROWS = 4096
+"""Tokens on which every layer is compared with every other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shift:
+    """What fits ``step`` places further on along ``axis`` (``token`` or ``layer``): in ``sequences`` of ``total`` sequences, in ``third``
+    (0, 1, 2) of them where it is one, in ``layers`` where it is not all. ``here`` and ``left`` are the mean |d| (of routes: the share of
+    slots that differ) of those tokens as they stand and after the move. ``layer_of`` maps layers that stand for another to that one.
+    """
+
+    axis: str
+    step: int
+    here: float
+    left: float
+    sequences: int = 0
+    total: int = 0
+    third: int | None = None
+    layers: tuple[int, ...] | None = None
+    layer_of: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def partial(self) -> bool:
+        """Whether a part of the tokens or layers is where it belongs."""
+        return self.sequences < self.total or self.third is not None or self.layers is not None
+
+    @property
+    def where(self) -> str:
+        """In words: ``in layer 3 alone, in the last third of 6 of 60 sequences``."""
+        told = []
+        if self.layers is not None:
+            some = ", ".join(map(str, self.layers[:6])) + (" ..." if len(self.layers) > 6 else "")
+            told.append(f"in layer {some} alone" if len(self.layers) == 1 else f"in layers {some}")
+        if self.third is not None:
+            told.append(
+                f"in the {('first', 'middle', 'last')[self.third]} third of {self.sequences:,} of {counted(self.total, 'sequence')}"
+            )
+        elif self.sequences < self.total:
+            told.append(f"in {self.sequences:,} of {counted(self.total, 'sequence')}")
+        return ", ".join(told)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Blocks:
+    """``of`` ``(n,)``: the block of each token; three a sequence, of which a short one has the first alone."""
+
+    of: IntArray
+    count: int
+
+    @classmethod
+    def of_tokens(cls, pairs: TokenPairs) -> _Blocks:
+        lengths = np.repeat(pairs.lengths, pairs.lengths)
+        within = np.arange(pairs.n_tokens) - np.repeat(pairs.starts, pairs.lengths)
+        third = np.where(lengths >= _LONG, 3 * within // np.maximum(lengths, 1), 0)
+        return cls(of=3 * pairs.owner + third, count=3 * pairs.n_sequences)
+
+    def sums(self, tokens: IntArray, values: FloatArray | None = None) -> FloatArray:
+        """Of the blocks of ``tokens``: the sum of ``values``, or how many there are."""
+        return np.bincount(self.of[tokens], weights=values, minlength=self.count).astype(np.float64)
+
+    def place(self, hit: BoolArray, there: BoolArray) -> dict[str, Any]:
+        """Where blocks that are hit lie, of those that are there: ``sequences``, ``total`` and ``third`` of a ``Shift``."""
+        hits, known = hit.reshape(-1, 3), there.reshape(-1, 3)
+        thirds = np.flatnonzero(hits.any(axis=0))
+        long = known[:, 1].any() and bool(hits[known[:, 1]].any())
+        alone = len(thirds) == 1 and long
+        return {
+            "sequences": int(hits.any(axis=1).sum()),
+            "total": int(known.any(axis=1).sum()),
+            "third": int(thirds[0]) if alone else None,
+        }
+
+
+def logprob_shift(pairs: TokenPairs) -> Shift | None:
+    """Blocks whose trainer logprobs are those of the next or the last token; ``None`` where there are no such."""
+    blocks, owner = _Blocks.of_tokens(pairs), pairs.owner
+    finite = np.isfinite(pairs.rollout) & np.isfinite(pairs.trainer)
+    best: Shift | None = None
+    most = ENOUGH - 1.0
+    for step in (-1, 1):
+        ours = _neighboured(owner, step)
+        ours = ours[finite[ours] & finite[ours + step]]
+        count = blocks.sums(ours)
+        here = blocks.sums(ours, np.minimum(np.abs(pairs.rollout[ours] - pairs.trainer[ours]), _CUT))
+        left = blocks.sums(ours, np.minimum(np.abs(pairs.rollout[ours] - pairs.trainer[ours + step]), _CUT))
+        there = count >= _LEAST
+        hit = there & (here > _APART * count) & (BETTER * left < here)
+        if count[hit].sum() > most:
+            most = float(count[hit].sum())
+            means = {"here": float(here[hit].sum() / most), "left": float(left[hit].sum() / most)}
+            best = Shift(axis="token", step=step, **means, **blocks.place(hit, there))
+    return best
+
+
+def route_shift(left: IntArray, right: IntArray, pairs: TokenPairs) -> Shift | None:
+    """Blocks and layers whose trainer routes are those of another token or layer; ``None`` where there are no such.
+
+    ``left`` and ``right`` are ``(rows, layers, top_k)``, of the first rows of ``pairs``.
+    """
+    blocks, owner = _Blocks.of_tokens(pairs), pairs.owner[: len(left)]
+    everyone = np.arange(len(left))
+    base = _cells(blocks, everyone, left, right)
+    found = [(weight, shift) for weight, shift in [_of_other_layers(left, right, base)] if shift is not None]
+    for axis, step in [("token", step) for step in STEPS] + [("layer", step) for step in STEPS if abs(step) < left.shape[1]]:
+        if axis == "token":
+            ours = _neighboured(owner, step)
+            moved = _cells(blocks, ours, left[ours], right[ours + step])
+        else:
+            at = slice(max(0, -step), left.shape[1] - max(0, step))
+            moved = np.zeros_like(base)
+            moved[:, :, at] = _cells(blocks, everyone, *moved_layers(left, right, step))
+        weight, shift = _hit(axis, step, blocks, base, moved)
+        if shift is not None:
+            found.append((weight, shift))
+    return max(found, key=lambda one: one[0])[1] if found else None
+
+
+def _hit(axis: str, step: int, blocks: _Blocks, base: FloatArray, moved: FloatArray) -> tuple[float, Shift | None]:
+    """The shift of the cells that the move mends, and how many rows those have."""
+    here, after = (np.divide(missed, rows, out=np.zeros_like(missed), where=rows > 0) for missed, rows in (base, moved))
+    rows = base[1]
+    there = (rows >= _LEAST) & (moved[1] >= _LEAST)
+    hit = there & (here >= MISMATCH) & (BETTER * after <= here)
+    if (rows * hit).sum(axis=0).max(initial=0) < ENOUGH:
+        return 0.0, None
+    weight = float(rows[hit].sum())
+    layers = np.flatnonzero(hit.any(axis=0))
+    return weight, Shift(
+        axis=axis,
+        step=step,
+        here=float((here * rows)[hit].sum() / weight),
+        left=float((after * rows)[hit].sum() / weight),
+        layers=None if len(layers) == there.any(axis=0).sum() else tuple(layers.tolist()),
+        **blocks.place(hit.any(axis=1), there.any(axis=1)),
+    )
+
+
+def _of_other_layers(left: IntArray, right: IntArray, base: FloatArray) -> tuple[float, Shift | None]:
+    """Layers that hold another one's experts, however far away it is, in all sequences."""
+    missed, rows = base.sum(axis=1)
+    here = np.divide(missed, rows, out=np.zeros_like(missed), where=rows >= ENOUGH)
+    some = np.linspace(0, len(left) - 1, min(len(left), _ROWS)).astype(np.int64)
+    layer_of, after = {}, {}
+    for layer in np.flatnonzero(here >= MISMATCH).tolist():
+        common, whole = overlap(np.broadcast_to(left[some, layer, None], right[some].shape), right[some])
+        count = whole.sum(axis=0)
+        share = np.divide((common * whole).sum(axis=0), count * left.shape[2], out=np.zeros(len(count)), where=count >= _LEAST)
+        best = int(np.argmax(share))
+        if best != layer and BETTER * (1 - share[best]) <= here[layer]:
+            layer_of[layer], after[layer] = best, 1 - share[best]
+    if not layer_of:
+        return 0.0, None
+    layers = list(layer_of)
+    return float(rows[layers].sum()), Shift(
+        axis="layer",
+        step=layer_of[layers[0]] - layers[0],
+        here=float(here[layers].mean()),
+        left=float(np.mean(list(after.values()))),
+        layers=tuple(layers) if len(layers) < left.shape[1] else None,
+        layer_of=tuple(layer_of.items()),
+    )
+
+
+def _cells(blocks: _Blocks, tokens: IntArray, left: IntArray, right: IntArray) -> FloatArray:
+    """``(2, blocks, layers)``: slots that differ, as parts of a row, and rows that hold a selection on both sides."""
+    common, whole = overlap(left, right)
+    missed = np.where(whole, 1 - common / left.shape[2], 0.0)
+    return np.stack([np.stack([blocks.sums(tokens, part[:, i]) for i in range(part.shape[1])], axis=1) for part in (missed, whole)])
+
+
+def _neighboured(owner: IntArray, step: int) -> IntArray:
+    """Tokens whose sequence goes on ``step`` places further on."""
+    ours = np.arange(max(0, -step), max(0, len(owner) - max(0, step)))
+    return np.asarray(ours[owner[ours] == owner[ours + step]])
+
+
+def moved_layers(left: IntArray, right: IntArray, step: int) -> tuple[IntArray, IntArray]:
+    """The layers of ``left`` and those of ``right`` that stand ``step`` further on, where there are such."""
+    layers = left.shape[1]
+    ours = np.arange(max(0, -step), layers - max(0, step))
+    return left[:, ours], right[:, ours + step]
+
+
+def moved_tokens(left: IntArray, right: IntArray, owner: IntArray, step: int) -> tuple[IntArray, IntArray]:
+    """The rows of ``left`` and those of ``right`` that stand ``step`` further on in the same sequence, where there are such."""
+    ours = _neighboured(owner, step)
+    return left[ours], right[ours + step]

@@ -1,0 +1,176 @@
+"""Faults of a part of the tokens: some sequences, their last third, one layer, a share of the replicas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.fakes.gap_faults import GapWorld, gap_columns
+from rollproof.gap import GapVerdict, measure
+from rollproof.gap.causes import Cause
+from tests.support.gap_measured import sampled
+
+WORLD = GapWorld(sequences=60, length=120)
+SHAPE = (60, 120, 6, 4)
+Change = Callable[[Any], Any]
+
+
+def the_cause(columns: dict[str, Any]) -> Cause:
+    """The only cause that is told; it is wrong at any size, and fails the gap."""
+    report = measure(**columns, resamples=100)
+    (cause,) = report.causes
+    assert GapVerdict.FAIL is report.verdict
+    return cause
+
+
+def moved(part: Any, *, seed: int = 3) -> dict[str, Any]:
+    """A healthy gap whose trainer logprobs stand one place late in ``part`` of ``(sequences, tokens)``."""
+    columns = gap_columns("numerics only", seed=seed, world=WORLD)
+    own = columns["trainer_logprob"].reshape(SHAPE[:2]).copy()
+    late = np.roll(own, 1, axis=1)
+    own[part] = late[part]
+    return {**columns, "trainer_logprob": own.ravel()}
+
+
+def rerouted(change: Change, *, seed: int = 4) -> dict[str, Any]:
+    """A healthy gap whose trainer routes ``(sequences, tokens, layers, top_k)`` were changed."""
+    columns = gap_columns("numerics only", seed=seed, world=WORLD)
+    routes = change(columns["trainer_routes"].reshape(SHAPE).copy())
+    return {**columns, "trainer_routes": routes.reshape(-1, *SHAPE[2:])}
+
+
+@pytest.mark.parametrize(
+    ("part", "where"),
+    [
+        (np.s_[:6], "in 6 of 60 sequences, mean"),
+        (np.s_[:2], "in 2 of 60 sequences, mean"),
+        (np.s_[::2], "in 30 of 60 sequences, mean"),
+        (np.s_[:, 80:], "in the last third of 60 of 60 sequences"),
+        (np.s_[:9, 80:], "in the last third of 9 of 60 sequences"),
+        (np.s_[40:], "in 20 of 60 sequences, mean"),
+    ],
+)
+def test_an_off_by_one_of_a_part_is_named_and_placed(part: Any, where: str) -> None:
+    """Logprobs a place late in some sequences, or at their ends, are an off by one there: no temperature, nothing unexplained."""
+    cause = the_cause(moved(part))
+    assert "off by one" == cause.name
+    assert where in cause.because
+
+
+def swapped(routes: Any) -> Any:
+    routes[:, :, [1, 4]] = routes[:, :, [4, 1]]
+    return routes
+
+
+def later(part: Any) -> Change:
+    """Rows of ``part`` taken from the token before."""
+
+    def change(routes: Any) -> Any:
+        routes[part] = np.roll(routes, 1, axis=1)[part]
+        return routes
+
+    return change
+
+
+def next_layer(routes: Any) -> Any:
+    routes[:8] = np.roll(routes[:8], 1, axis=2)
+    return routes
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "where"),
+    [
+        (later(np.s_[:, :, 3]), "routes shifted by a token", r"in layer 3 alone: \d+% of the expert slots .* 1 token further on"),
+        (later(np.s_[:, :, 2:4]), "routes shifted by a token", "in layers 2, 3: "),
+        (later(np.s_[:6]), "routes shifted by a token", "in 6 of 60 sequences: "),
+        (later(np.s_[:, 80:]), "routes shifted by a token", "in the last third of 60 of 60 sequences: "),
+        (swapped, "routes shifted by a layer", r"layer 1 those of 4, 4 those of 1\)"),
+        (next_layer, "routes shifted by a layer", "in 8 of 60 sequences: .* 1 layer further on"),
+    ],
+)
+def test_routes_shifted_in_a_part_are_named_and_placed(change: Change, name: str, where: str) -> None:
+    """A shift of one layer, of some sequences or of their ends names the layer and the shift; it is no polluted capture."""
+    cause = the_cause(rerouted(change))
+    assert name == cause.name
+    assert re.search(where, cause.because), cause.because
+
+
+def test_polluted_rows_are_no_shift() -> None:
+    """Rows of strangers, in whole sequences or here and there, fit no other place."""
+    rng = np.random.default_rng(0)
+
+    def strangers(part: Any) -> Change:
+        def change(routes: Any) -> Any:
+            noise = np.argsort(rng.random((*routes.shape[:3], 32)), axis=3)[..., :4]
+            routes[part] = noise[part]
+            return routes
+
+        return change
+
+    for part in (np.s_[:8], rng.random(SHAPE[:2]) < 0.2, np.s_[:, 100:]):
+        assert "polluted capture" == the_cause(rerouted(strangers(part))).name
+
+
+def test_rows_that_hold_no_capture_make_no_warning() -> None:
+    """Sequences whose rows were not captured at all (filled with -1) are left out: no warning, and no cause."""
+
+    def emptied(routes: Any) -> Any:
+        routes[:20] = -1
+        return routes
+
+    report = measure(**rerouted(emptied), resamples=100)
+    assert ["numerics only"] == [cause.name for cause in report.causes]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_healthy_resumes_at_uncertain_tokens_are_no_fault(seed: int) -> None:
+    """Aborts that fall onto uncertain tokens leave larger differences behind them, which such tokens have anywhere."""
+    rng = np.random.default_rng(seed)
+    rollout = sampled(rng, 24_000).reshape(60, 400)
+    noise = 0.1 * (1 - np.exp(rollout)) * rng.standard_normal(rollout.shape)
+    trainer = np.minimum(rollout + noise, 0)
+    worst = np.argmin(rollout[:, 100:300], axis=1) + 100
+    since = np.arange(400) - worst[:, None]
+    report = measure(
+        rollout.ravel(), trainer.ravel(), sequence_id=np.arange(24_000) // 400, mask=np.ones(24_000), resamples=200,
+        since_resume=np.where(since < 0, -1, since).ravel(),
+    )  # fmt: skip
+    near, away = (next(one for one in report.buckets["since_resume"] if one.label == label) for label in ("0", "8+"))
+    assert near.abs_diff.low > 2 * away.abs_diff.high
+    assert ["numerics only"] == [cause.name for cause in report.causes]
+    assert GapVerdict.FAIL is not report.verdict
+
+
+def test_a_fault_at_resumes_shows_where_the_rest_is_exact() -> None:
+    """Two sides that agree to the bit but behind a resume have that cause, and no division by nothing."""
+    rollout = sampled(np.random.default_rng(1), 6000)
+    since = np.arange(6000) % 100 - 40
+    trainer = rollout - np.where(np.isin(since, (0, 1)), 0.3, 0.0)
+    report = measure(
+        rollout, trainer, sequence_id=np.arange(6000) // 100, mask=np.ones(6000), since_resume=np.maximum(since, -1), resamples=100
+    )
+    assert ["resume boundary"] == [cause.name for cause in report.causes]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_stale_replica_of_twenty(alone: bool) -> None:
+    """A stale replica with six sequences is named though replicas with fewer stand beside it; those are told in a note."""
+    rng = np.random.default_rng(2)
+    rollout = sampled(rng, 110 * 60).reshape(110, 60)
+    replica = np.concatenate([np.arange(108) % 18, [18, 19]]) if not alone else np.arange(110) % 18
+    noise = np.where(replica == 7, 0.3, 0.02)[:, None] * (1 - np.exp(rollout)) * rng.standard_normal(rollout.shape)
+    noise[replica >= 18] *= 50
+    report = measure(
+        rollout.ravel(), np.minimum(rollout + noise, 0).ravel(), sequence_id=np.arange(6600) // 60, mask=np.ones(6600), resamples=100,
+        replica=np.repeat(replica, 60),
+    )  # fmt: skip
+    (cause,) = [one for one in report.causes if one.name == "stale replica"]
+    assert "sequences of replica 7 have" in cause.because
+    told = [note for note in report.notes if "replica" in note]
+    assert (
+        [] if alone else ["2 replicas sampled fewer than 5 sequences (18, 19): of so few it cannot be told whether a replica is stale."]
+    ) == told
