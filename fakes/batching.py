@@ -23,6 +23,8 @@ _AHEAD = 64
 """Tokens that are drawn at once; those of a call that is cut off before are drawn for nothing."""
 _BURST = 31
 """Steps that a turn of the event loop costs more than."""
+_TOGETHER = 24
+"""Calls from which on it is sooner to draw their first tokens together."""
 
 
 class EngineHooks:
@@ -152,15 +154,37 @@ class Batch:
 
     def hurry(self, *, only_started: bool) -> None:
         """Where steps take no time, do some more before the event loop turns; one at a time where somebody follows single tokens."""
-        for _ in range(_BURST):
-            if not self.running or any(call.watched or call.heard is not None for call in self.in_flight):
+        left = _BURST
+        while left > 0 and self.running:
+            if any(call.watched or call.heard is not None for call in self.in_flight):
                 return
             self.admit(only_started=only_started)
+            left -= 1 + self._stride(left - 1)
             self.step()
+
+    def _stride(self, most: int) -> int:
+        """Do up to ``most`` steps at once in which tokens that are drawn are handed out and nothing else happens; returns how many."""
+        if self.queue or self._options.kv_tokens is not None:
+            return 0
+        for call in self.running.values():
+            if not call.decoding or call.deferred or call.key is not call.ahead_key:
+                return 0
+            most = min(most, len(call.ahead) - call.used, call.limit - len(call.ids) - 1)
+        if most < 1 or (self._eos >= 0 and any(self._eos in call.ahead[call.used : call.used + most] for call in self.running.values())):
+            return 0
+        for call in self.running.values():
+            call.ids += call.ahead[call.used : call.used + most]
+            call.used += most
+        return most
 
     def _draw(self, call: EngineCall) -> None:
         """Draw tokens ahead under the call's key: when they are handed out changes none of them, and many at once take half the time."""
         policy = self._policy
+        if not call.ahead:
+            fresh = [one for one in self.running.values() if not one.ahead]
+            if len(fresh) >= _TOGETHER:
+                self._draw_together(call.key, fresh)
+                return
         if call.used == len(call.ahead):
             call.state = call.after
         else:
@@ -168,6 +192,12 @@ class Batch:
                 call.state = policy.extend(call.state, token)
         call.ahead, call.after = policy.draw(call.key, call.state, max(1, min(_AHEAD, call.limit - len(call.ids))))
         call.used, call.ahead_key = 0, call.key
+
+    def _draw_together(self, key: Version, fresh: list[EngineCall]) -> None:
+        """The first tokens of calls that are to decode under ``key``; where one of them gets another, its tokens are drawn anew."""
+        states, count = [one.state for one in fresh], max(min(_AHEAD, one.limit - len(one.ids)) for one in fresh)
+        for one, (ahead, after) in zip(fresh, self._policy.draw_many(key, states, max(1, count)), strict=True):
+            one.ahead, one.after, one.ahead_key = ahead, after, key
 
     def end(self, call: EngineCall, reason: FinishReason) -> None:
         """Answer a call that is in flight; it leaves the batch."""

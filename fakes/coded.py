@@ -50,7 +50,7 @@ _STEP, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _F1, _F2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # the same for numpy, made once: making a numpy scalar costs as much as a pass over a short array
 _N_STEP, _N_MIX, _N_F1, _N_F2 = (np.uint64(number) for number in (_STEP, _MIX, _F1, _F2))
-_N29, _N31, _N32, _N33, _N_LOW = (np.uint64(number) for number in (29, 31, 32, 33, 0xFFFFFFFF))
+_N_ONE, _N29, _N31, _N32, _N33, _N_LOW = (np.uint64(number) for number in (1, 29, 31, 32, 33, 0xFFFFFFFF))
 _TABLE_BITS = 14
 _TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 _BLOCK_CELLS = 1 << 14
@@ -194,6 +194,21 @@ class CodedPolicy:
             total = (total + (z ^ z >> 33)) & _MASK
         return tokens, (total, position)
 
+    def draw_many(self, version: Version, states: Sequence[State], count: int) -> list[tuple[list[int], State]]:
+        """``draw`` for several sequences at once: from about two dozen on, sooner than one after the other."""
+        key, rest, eos_id = np.uint64(self._keys_of(version)[0]), np.uint64(self.vocab - 1), np.uint64(self.eos_id)
+        total, position = (np.array(numbers, dtype=np.uint64) for numbers in zip(*states, strict=True))
+        tokens = np.empty((count, len(states)), dtype=np.uint64)
+        for token in tokens:
+            z = _finish(total + key)
+            np.remainder(z & _N_LOW, rest, out=token)
+            token += token >= eos_id
+            if self.eos_every is not None:
+                token[(z >> _N32) % np.uint64(self.eos_every) == 0] = eos_id
+            position += _N_ONE
+            total += _mixed(token + position * _N_STEP)
+        return list(zip(tokens.T.tolist(), zip(total.tolist(), position.tolist(), strict=True), strict=True))
+
     def choices(self, version: Version, ids: Sequence[int], start: int = 0) -> npt.NDArray[np.int64]:
         """``next_token`` after each ``ids[:i]`` for ``i >= start``, at once: ``(len(ids) - start,)``."""
         before = np.concatenate([np.zeros(1, dtype=np.uint64), _prefix_hashes(ids)])[start : len(ids)]
@@ -245,7 +260,7 @@ class CodedPolicy:
             np.right_shift(lines, _TABLE_SHIFT, out=lines)
             if full:
                 # mode="clip" spares the copy that numpy makes with out= and bounds errors; no index is out of bounds
-                np.take(table, lines.view(np.int64), out=out[low : low + len(part)], mode="clip")
+                table.take(lines.view(np.int64), out=out[low : low + len(part)], mode="clip")
             else:
                 out[low : low + len(part), columns] = table[lines.view(np.int64)]
         return out.view(self.dtype).reshape(len(hashes), width, self.top_k)
@@ -334,15 +349,19 @@ def _hashes(ids: Sequence[int]) -> _Hashes:
         z = np.array(ids, dtype=np.int64).view(np.uint64)
     except (OverflowError, ValueError, TypeError) as error:
         raise UsageError(f"Token ids must be integers of 64 bits: {error}.") from error
-    z = z + np.arange(1, len(ids) + 1, dtype=np.uint64) * _N_STEP
-    z ^= z >> _N31
-    z *= _N_MIX
-    z ^= z >> _N33
-    return np.cumsum(z, dtype=np.uint64)
+    return np.cumsum(_mixed(z + np.arange(1, len(ids) + 1, dtype=np.uint64) * _N_STEP), dtype=np.uint64)
 
 
 def _logprobs_of(drawn: _Hashes) -> LogprobArray:
     return ((drawn >> _LOGPROB_SHIFT).astype(np.float64) + 1.0) * -_LOGPROB_UNIT
+
+
+def _mixed(z: _Hashes) -> _Hashes:
+    """What a token at its place adds to the prefix hash; in place."""
+    z ^= z >> _N31
+    z *= _N_MIX
+    z ^= z >> _N33
+    return z
 
 
 def _finish(z: _Hashes) -> _Hashes:

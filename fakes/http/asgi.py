@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, ClassVar, TypeAlias
 from urllib.parse import parse_qs
+from weakref import ref
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -64,8 +65,9 @@ class Asked:
         self.streamed: bool = False
         self.broken: list[Callable[[], None]] = []
         self._body: dict[str, Any] | None = None
-        self._cycle = cycle
+        self._cycle: ref[Any] | None = None
         if hasattr(cycle, "disconnected"):
+            self._cycle = ref(cycle)  # weakly: what refers to itself in a circle stays until it is collected, and costs that
             cycle.asked = self  # type: ignore[attr-defined]  # ``serving`` looks there when the connection is lost later
 
     def tell_broken(self) -> None:
@@ -75,7 +77,8 @@ class Asked:
 
     def left(self) -> bool:
         """Whether the client has gone away, as far as the server has noticed: uvicorn's cycle of request and response knows."""
-        return self.abandoned or getattr(self._cycle, "disconnected", False)
+        cycle = None if self._cycle is None else self._cycle()
+        return self.abandoned or (cycle is not None and cycle.disconnected)
 
     def body(self, *, empty: bool = True) -> dict[str, Any]:
         """The JSON object of the body; an empty body is an empty object where ``empty`` allows it. Raises ``BadRequest``."""

@@ -200,6 +200,7 @@ class Backing:
         finally:
             if self.samples is not None:
                 self.samples.answered(wanted.rid, wanted.prompt, output if wire.open else None)
+            wire.left = None  # which refers to the request, and the request to the wire
             if token is not None:
                 CURRENT_REQUEST.reset(token)
             if unique:

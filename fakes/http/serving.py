@@ -197,7 +197,12 @@ def _face(name: str) -> tuple[Any, str]:
 
 def _config(app: Face | Router, *, access_log: bool) -> uvicorn.Config:
     config = uvicorn.Config(
-        app, access_log=access_log, log_level="info" if access_log else "warning", timeout_graceful_shutdown=3, lifespan="off"
+        app,
+        access_log=access_log,
+        log_level="info" if access_log else "warning",
+        timeout_graceful_shutdown=3,
+        lifespan="off",
+        proxy_headers=False,
     )
     config.load()
     config.http_protocol_class = _noticing(config.http_protocol_class)

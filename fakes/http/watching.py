@@ -59,8 +59,9 @@ class Watch:
 
     def end(self) -> None:
         """Nobody needs to know any more."""
-        if self._waiting is not None and self._waiting is not asyncio.current_task():
-            self._waiting.cancel()
+        waiting, self._waiting = self._waiting, None  # a task that was cancelled leads back here by its traceback
+        if waiting is not None and waiting is not asyncio.current_task():
+            waiting.cancel()
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from rollproof.errors import TraceError
 from rollproof.store.values import show
 
-__all__ = ["DTYPES", "AnyArray", "as_array", "name_of", "narrowed", "stored_as"]
+__all__ = ["DTYPES", "AnyArray", "as_array", "name_of", "narrowest", "stored_as"]
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -32,26 +32,24 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 _WORTH = 1 << 10
 """Elements from which on an array is looked at for a narrower type."""
-_NARROW = tuple(DTYPES[name] for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32"))
+_NARROW = tuple(
+    (DTYPES[name], int(np.iinfo(name).min), int(np.iinfo(name).max)) for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32")
+)
 
 
-def narrowed(array: AnyArray) -> AnyArray:
-    """A copy of integers in the smallest type that holds them, where that is smaller than their own and they are many; else ``array``.
+def narrowest(array: AnyArray) -> np.dtype[Any]:
+    """The type that an array is stored in: of integers, where they are many, the smallest that holds them; else its own.
 
     SGLang's rows are int32, of which a model with at most 256 experts uses a quarter: the rest need not be copied, summed and written.
     """
     kind = array.dtype
+    own = DTYPES[name_of(kind)]
     if kind.kind not in "iu" or kind.itemsize == 1 or array.size < _WORTH:
-        return array
-    flat = array.reshape(-1)
-    low, high = int(np.minimum.reduce(flat)), int(np.maximum.reduce(flat))
-    for small in _NARROW:
-        if small.itemsize >= kind.itemsize:
-            return array
-        bounds = np.iinfo(small)
-        if bounds.min <= low and high <= bounds.max:
-            return array.astype(small, order="C")
-    return array
+        return own
+    low, high = 0, int(np.bitwise_or.reduce(array, axis=None))  # of numbers from 0 on it has the bits of the largest
+    if high < 0:
+        low, high = int(np.minimum.reduce(array, axis=None)), int(np.maximum.reduce(array, axis=None))
+    return next((small for small, least, most in _NARROW if small.itemsize < kind.itemsize and least <= low and high <= most), own)
 
 
 def stored_as(name: str) -> tuple[np.dtype[Any], np.dtype[Any]]:

@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Literal, Self
 
 from rollproof.errors import TraceError, UsageError
-from rollproof.store.columns import Rows, read_rows
+from rollproof.store.columns import read_rows
 from rollproof.store.frames import END
+from rollproof.store.rows import Rows
 from rollproof.store.stream import Ending, State, Stream, open_file, schema_frame
 from rollproof.trace import Event, Header, Trace
 
@@ -93,11 +94,9 @@ class TraceWriter:
         if not len(self._rows):
             return
         self._batches += 1
-        frame = memoryview(self._rows.batch().serialize())
-        seal = Rows()
-        seal.add_seal(State(self._batches, self._episode, self._events).seal(frame))
-        self._rows = Rows()
-        self._put(frame, memoryview(seal.batch().serialize()))
+        frame = self._rows.frame()
+        self._rows.add_seal(State(self._batches, self._episode, self._events).seal(frame))
+        self._put(frame, self._rows.frame())
 
     def close(self) -> None:
         """Flush, mark the end, and close. Closing twice is harmless."""

@@ -1,4 +1,4 @@
-"""Columns: events as rows of an Arrow table, and back.
+"""Columns: the Arrow table whose rows are events, and how it is read; ``rollproof.store.rows`` writes it.
 
 One row an event: its episode, kind, index and time, the small fields as JSON (``body``), integer lists and arrays aside.
 Bytes of arrays are little-endian, C order; on reading they are views of the batch, not copies, and read-only. Integers that a narrower type
@@ -7,26 +7,23 @@ holds are stored in that (``int32/uint8``), and read back as copies in their own
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from rollproof.errors import TraceError
-from rollproof.store.arrays import DTYPES, AnyArray, as_array, name_of, narrowed, stored_as
+from rollproof.store.arrays import AnyArray, as_array, stored_as
 from rollproof.store.values import parse_json, show
-from rollproof.store.wire import decode_event, decode_header, encode_fields, encode_header
+from rollproof.store.wire import decode_event, decode_header
 from rollproof.trace import Event, Header
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["HEADER", "SEAL", "Rows", "read_rows", "read_seal", "schema", "validate"]
+__all__ = ["HEADER", "SEAL", "read_rows", "read_seal", "schema", "validate"]
 
 HEADER = "header"
 """Kind of the row that begins an episode; its body is the trace's header."""
@@ -57,140 +54,6 @@ def schema() -> pa.Schema:
     )
 
 
-class _Aside:
-    """The ``Parts`` of a row that is being written: what goes into its columns, ``size`` bytes."""
-
-    __slots__ = ("arrays", "lists", "size")
-
-    def __init__(self) -> None:
-        self.lists: list[tuple[int, ...]] = []
-        self.arrays: list[tuple[str, AnyArray]] = []
-        self.size: int = 0
-
-    def put_array(self, array: AnyArray) -> Any:
-        """Keep a copy: what a stack later does to its buffer does not reach the trace. What nobody may write to is kept as it is."""
-        name = name_of(array.dtype)
-        small = narrowed(array)
-        if small is not array:
-            name = f"{name}/{name_of(small.dtype)}"
-        else:
-            kind, flags = DTYPES[name], array.flags
-            whole = not flags.writeable and array.base is None and flags.c_contiguous and array.dtype == kind
-            small = array if whole else np.array(array, dtype=kind, order="C")
-        self.arrays.append((name, small))
-        self.size += small.nbytes
-        return {"$array": len(self.arrays) - 1}
-
-    def put_integers(self, values: tuple[int, ...]) -> Any:
-        """Keep the integers."""
-        self.lists.append(values)
-        self.size += 8 * len(values)
-        return {"$integers": len(self.lists) - 1}
-
-    def array(self, wire: Any) -> AnyArray:
-        """A row that is being written is not read."""
-        raise NotImplementedError("this side of the codec only writes")
-
-    def integers(self, wire: Any) -> tuple[int, ...] | None:
-        """A row that is being written is not read."""
-        raise NotImplementedError("this side of the codec only writes")
-
-
-class Rows:
-    """Rows that wait to be written. ``size`` is about their bytes."""
-
-    def __init__(self) -> None:
-        self.size: int = 0
-        self._heads: list[tuple[int, str, int, float, bytes]] = []
-        self._asides: list[_Aside] = []
-
-    def __len__(self) -> int:
-        return len(self._heads)
-
-    def add_header(self, episode: int, header: Header) -> None:
-        """Begin an episode. Raises ``TraceError`` for a header that cannot be stored; then nothing was added."""
-        aside = _Aside()
-        self._add((episode, HEADER, -1, 0.0, _json(encode_header(header, aside))), aside)
-
-    def add_event(self, episode: int, event: Event) -> None:
-        """Add an event. Raises ``TraceError`` for one that cannot be stored; then nothing was added."""
-        aside = _Aside()
-        wire = encode_fields(event, aside)
-        head = (episode, event.kind, wire.pop("index", -1), wire.pop("time", 0.0))
-        if not isinstance(head[3], float):
-            raise TraceError(f"The {event.kind} event cannot be stored: its time is {event.time}.")
-        self._add((*head, _json(wire)), aside)
-
-    def add_seal(self, body: str) -> None:
-        """The row of a seal."""
-        self._add((-1, SEAL, -1, 0.0, body.encode()), _Aside())
-
-    def batch(self) -> pa.RecordBatch:
-        """The rows as one Arrow batch."""
-        import pyarrow as pa
-
-        episodes, kinds, indexes, times, bodies = zip(*self._heads, strict=True)
-        of = schema().field
-        lists = [one for aside in self._asides for one in aside.lists]
-        arrays = [one for aside in self._asides for one in aside.arrays]
-        flat = np.fromiter(chain.from_iterable(lists), np.int64)
-        integers, array = of("integers").type, of("arrays").type.value_type
-        inner = _lists(map(len, lists), pa.array(flat), integers.value_type)
-        columns = [
-            pa.array(episodes, pa.int64()),
-            pa.array(kinds, pa.string()),
-            pa.array(indexes, pa.int64()),
-            pa.array(times, pa.float64()),
-            pa.StringArray.from_buffers(len(bodies), pa.py_buffer(_ends(bodies, np.int32)), pa.py_buffer(b"".join(bodies))),
-            _lists((len(aside.lists) for aside in self._asides), inner, integers),
-            _lists((len(aside.arrays) for aside in self._asides), _structs(arrays, array), of("arrays").type),
-        ]
-        return pa.record_batch(columns, schema=schema())
-
-    def _add(self, head: tuple[int, str, int, float, bytes], aside: _Aside) -> None:
-        self._heads.append(head)
-        self._asides.append(aside)
-        self.size += len(head[4]) + aside.size + 64
-
-
-_SLOW = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-
-
-def _json(wire: Any) -> bytes:
-    """Compact JSON. Numbers that it cannot spell are objects by now (``rollproof.store.values``)."""
-    try:
-        return orjson.dumps(wire)
-    except TypeError:  # nested more deeply than orjson goes
-        return _SLOW.encode(wire).encode()
-
-
-def _ends(parts: Sequence[bytes], kind: type[np.integer[Any]]) -> bytes:
-    """Where each part begins and the last one ends, when they are joined."""
-    return np.cumsum([0, *map(len, parts)], dtype=kind).tobytes()
-
-
-def _lists(lengths: Iterable[int], values: Any, kind: Any) -> Any:
-    """An Arrow list array of ``kind`` with lists of these lengths, one after the other, over ``values``."""
-    import pyarrow as pa
-
-    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), values, type=kind)
-
-
-def _structs(named: list[tuple[str, AnyArray]], kind: Any) -> pa.StructArray:
-    import pyarrow as pa
-
-    arrays = [array for _, array in named]
-    starts = np.cumsum([0, *(one.nbytes for one in arrays)], dtype=np.int64).tobytes()
-    joined = b"".join([one.data for one in arrays])
-    lengths = pa.array([n for one in arrays for n in one.shape], pa.int64())
-    children = [
-        pa.array([name for name, _ in named], pa.string()),
-        _lists((one.ndim for one in arrays), lengths, kind.field("shape").type),
-        pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(arrays), [None, pa.py_buffer(starts), pa.py_buffer(joined)]),
-    ]
-    return pa.StructArray.from_arrays(children, fields=[kind.field(i) for i in range(kind.num_fields)])
-
-
 class _Given:
     """The ``Parts`` of a row that is being read. Each part is taken once, in the order in which it was put there."""
 
@@ -208,7 +71,7 @@ class _Given:
         """A row that is being read is not written."""
         raise NotImplementedError("this side of the codec only reads")
 
-    def put_integers(self, values: tuple[int, ...]) -> Any:
+    def put_integers(self, values: Sequence[int]) -> Any:
         """A row that is being read is not written."""
         raise NotImplementedError("this side of the codec only reads")
 

@@ -11,7 +11,7 @@ import base64
 import binascii
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ class _Inline:
         spelt[np.isposinf(array)], spelt[np.isneginf(array)] = "inf", "-inf"
         return {**wire, "nan": "null", "data": spelt.tolist()}
 
-    def put_integers(self, values: tuple[int, ...]) -> Any:
+    def put_integers(self, values: Sequence[int]) -> Any:
         """A list."""
         return list(values)
 

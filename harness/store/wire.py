@@ -9,11 +9,11 @@ against the type of its field, and what does not fit raises ``TraceError`` with 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Hashable, Mapping
+from array import array
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from operator import attrgetter
 from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from rollproof import records
 from rollproof.errors import RollproofError, TraceError, TraceVersionError
 from rollproof.store.arrays import DTYPES, AnyArray, name_of
+from rollproof.store.compiled import Encode, encoder
 from rollproof.store.values import SCALARS, Misfit, key_of, plain, read_key, read_plain, read_scalar, show, write_scalar
 from rollproof.trace import EVENT_KINDS, SCHEMA, Event, Header
 
@@ -43,7 +44,7 @@ class Parts(Protocol):
         """Take an array of one of ``DTYPES``; its bytes are copied."""
         ...
 
-    def put_integers(self, values: tuple[int, ...]) -> Any:
+    def put_integers(self, values: Sequence[int]) -> Any:
         """Take integers of 64 bits."""
         ...
 
@@ -121,7 +122,7 @@ class _Nowhere:
     def put_array(self, array: AnyArray) -> Any:
         """Nothing."""
 
-    def put_integers(self, values: tuple[int, ...]) -> Any:
+    def put_integers(self, values: Sequence[int]) -> Any:
         """Nothing."""
 
     def array(self, wire: Any) -> AnyArray:
@@ -143,7 +144,7 @@ class _Codec:
     ``quick`` are types whose values nearly always stand in the JSON as they are: ASCII text, integers that are not huge, finite floats.
     """
 
-    encode: Callable[[Any, Parts], Any]
+    encode: Encode
     decode: Callable[[Any, Parts], Any]
     quick: frozenset[Any] = frozenset()
 
@@ -201,31 +202,7 @@ def _record(cls: type[Any]) -> _Codec:
     hints = get_type_hints(cls, localns=_aliases())
     specs = [(field.name, _codec(hints[field.name]), _default(field)) for field in fields(cls)]
     known = [name for name, _, _ in specs]
-    plan = [(name, codec.encode, codec.quick, default, type(default)) for name, codec, default in specs]
-    values_of = attrgetter(*known, next(iter(known)))  # of one name alone it would give no tuple
-
-    def encode(value: Any, parts: Parts) -> Any:
-        if type(value) is not cls:
-            raise Misfit(f"must be a {cls.__name__}, not {show(value)}")
-        out = {}
-        name = ""
-        try:
-            for item, (name, write, quick, default, absent) in zip(values_of(value), plan, strict=False):
-                if item is default:
-                    continue
-                kind = type(item)
-                if kind is absent and item == default:
-                    continue
-                # a served call is three events of twenty scalars: looking closer at each would cost as much as sampling it
-                if kind in quick and (
-                    -_SMALL < item < _SMALL if kind is int else item.isascii() if kind is str else kind is not float or item - item == 0.0
-                ):
-                    out[name] = item
-                else:
-                    out[name] = write(item, parts)
-        except Misfit as misfit:
-            raise misfit.within(name) from None
-        return out
+    encode = encoder(cls, [(name, codec.encode, codec.quick, default) for name, codec, default in specs])
 
     def decode(wire: Any, parts: Parts) -> Any:
         if not isinstance(wire, dict):
@@ -266,10 +243,6 @@ def _step(do: Callable[[Any, Parts], Any], item: Any, parts: Parts, step: str) -
         return do(item, parts)
     except Misfit as misfit:
         raise misfit.within(step) from None
-
-
-_SMALL = 1 << 62
-"""Beyond it, whether an integer fits 64 bits is looked at."""
 
 
 def _scalar(allowed: frozenset[Any]) -> _Codec:
@@ -336,8 +309,11 @@ def _tuple(item: Any) -> _Codec:
     def encode(value: Any, parts: Parts) -> Any:
         if not isinstance(value, tuple):
             raise Misfit(f"must be a tuple, not {show(value)}")
-        if integers and value and set(map(type, value)) == {int} and min(value) >= -(2**63) and max(value) < 2**63:
-            return parts.put_integers(value)
+        if integers and value and set(map(type, value)) == {int}:
+            try:
+                return parts.put_integers(array("q", value))
+            except OverflowError:
+                pass
         try:
             return [inner.encode(one, parts) for one in value]
         except Misfit:
@@ -376,7 +352,8 @@ def _mapping(key: Any, item: Any) -> _Codec:
     def encode(value: Any, parts: Parts) -> Any:
         if type(value) is dict and not value:
             return {}
-        if not isinstance(value, Mapping) or not all(isinstance(one, key) and type(one) is not bool for one in value):
+        plainly = type(value) is dict and set(map(type, value)) == {key}
+        if not plainly and (not isinstance(value, Mapping) or not all(isinstance(one, key) and type(one) is not bool for one in value)):
             raise Misfit(f"must be a mapping with keys of {key.__name__}, not {show(value)}")
         try:
             return {key_of(one): inner.encode(held, parts) for one, held in value.items()}

@@ -67,6 +67,16 @@ def test_incremental_equals_vectorised(prompt: list[int], count: int, version: i
     assert all(0 <= token < coded.vocab for token in ids[len(prompt) :])
 
 
+@given(st.lists(IDS, min_size=1, max_size=5), st.integers(0, 40), VERSIONS, st.sampled_from([None, 1, 3, 50]), st.integers(0, 511))
+def test_many_sequences_draw_as_each_does_alone(
+    prompts: list[list[int]], count: int, version: int | str, every: int | None, eos: int
+) -> None:
+    """Drawing for several sequences at once gives each the tokens and the state that it gets by itself."""
+    coded = policy(eos_every=every, eos_id=eos)
+    states = [coded.start_state(prompt) for prompt in prompts]
+    assert coded.draw_many(version, states, count) == [coded.draw(version, state, count) for state in states]
+
+
 def test_the_empty_sequence_has_a_state_and_no_values() -> None:
     """A state can start from nothing; arrays over no tokens are empty and keep their axes."""
     coded = policy()

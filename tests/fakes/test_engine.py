@@ -54,6 +54,34 @@ def test_a_call_ends_at_the_end_of_sequence() -> None:
     on_clock(main)
 
 
+@pytest.mark.parametrize("kv_tokens", [None, 400])
+@pytest.mark.parametrize("every", [None, 9])
+def test_steps_that_take_no_time_sample_the_same(every: int | None, kv_tokens: int | None) -> None:
+    """Many calls at once, on an engine that does many steps in a turn, get what each gets alone, step by step; also across an update."""
+    model, limits = Model(num_layers=2, moe_layers=(0, 1), num_experts=64, top_k=4, eos_every=every), [1 + 7 * i % 90 for i in range(60)]
+
+    async def replies(*, together: bool) -> list[tuple[object, ...]]:
+        found = []
+        for version in (A, B):
+            bench = Bench(model=model, max_batch=40, **({"step": 0.0, "kv_tokens": kv_tokens} if together else {}))
+            if version is B:
+                await bench.engine.load(B, B)
+            tasks = []
+            for number, limit in enumerate(limits):
+                tasks.append(bench.call(limit, (number + 1, 6)))
+                if not together:
+                    await tasks[-1]
+            for output in await asyncio.gather(*tasks):
+                assert output.logprobs is not None and output.routes is not None
+                found.append((output.token_ids, output.finish_reason, output.logprobs.tolist(), output.routes.tolist()))
+        return found
+
+    async def main() -> None:
+        assert await replies(together=True) == await replies(together=False)
+
+    on_clock(main)
+
+
 def test_without_a_budget_a_call_runs_to_the_length_of_the_model() -> None:
     """``max_tokens=None`` samples until prompt and response have the engine's length."""
 

@@ -14,6 +14,7 @@ import pyarrow.parquet
 from rollproof.errors import TraceError
 from rollproof.store import TraceReader, TraceWriter, columns, stream
 from rollproof.store.frames import END, read_frame
+from rollproof.store.rows import Rows
 from rollproof.trace import Event, Header
 from tests.core.test_store_arrow import HEADER
 
@@ -95,6 +96,6 @@ def forge(
         assert first is not None
         frame = whole.getvalue()[first.size : -8]
     frame = patch(frame)
-    seal = columns.Rows()
+    seal = Rows()
     seal.add_seal(stream.State(2, 0, 1).seal(frame))
-    path.write_bytes(head + pairs[0] + frame + seal.batch().serialize().to_pybytes() + END)
+    path.write_bytes(head + pairs[0] + frame + bytes(seal.frame()) + END)

@@ -1,0 +1,43 @@
+"""What a served engine keeps of the requests that it has answered: nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rollproof.case import EngineOptions
+from rollproof.fakes.calls import EngineCall
+from rollproof.fakes.http.asgi import Asked
+from rollproof.fakes.http.backing import ServeOptions
+from rollproof.fakes.http.watching import Watch
+from tests.http.served import Served, served
+
+SLOW = EngineOptions(max_batch=8, step=0.02)
+CALL = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 12, "ignore_eos": True}, "return_logprob": True}
+
+
+@pytest.fixture
+def server() -> Iterator[Served]:
+    with served("sglang", ServeOptions(flavour="sglang", engine=SLOW)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"return_routed_experts": True}], ids=["whole", "stream", "routes"])
+def test_a_request_leaves_no_circle_behind(server: Served, more: dict[str, Any]) -> None:
+    """What answering needed is gone with the answer, without a garbage collection: also where the client was watched meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            server.client.post("/generate", json=CALL | more).raise_for_status()
+        server.client.get("/health")
+        kinds = Counter(kind for one in gc.get_objects() for kind in (Asked, EngineCall, Watch) if type(one) is kind)
+        # the last request of a connection is looked at when that is lost
+        assert kinds[Asked] <= 1
+        assert (kinds[EngineCall], kinds[Watch]) == (0, 0)
+    finally:
+        gc.enable()
