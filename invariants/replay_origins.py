@@ -53,9 +53,9 @@ class Origin(NamedTuple):
 
 
 def told_origin(strays: Strays) -> tuple[str, str]:
-    """The origin that explains most of the rows, in words, and a hint; no words where none explains more than half of them."""
+    """The origin that explains most of the rows, in words, and a hint; no words and no hint where none explains more than half of them."""
     total = len(strays.executed)
-    most, found = 0.5 * total, ("", _HINT)
+    most, found = 0.5 * total, ("", "")
     for make in _ORIGINS:
         for origin in make(strays):
             hits = int((np.sort(origin.values, axis=1) == strays.executed).all(axis=1).sum())
@@ -152,7 +152,6 @@ _ORIGINS: tuple[Callable[[Strays], Iterator[Origin]], ...] = (
     _of_other_samples,
     _stale,
 )
-_HINT = "Follow one row: what was installed, in which layer, for which microbatch, and whether the router read it."
 _TOO_NARROW = "The type does not hold every expert id: choose it from num_experts (verl#5240, verl#7407)."
 _PADDING = "Rows of padding were replayed: mask them, or fill them with distinct experts (verl#4986, slime#822)."
 _SHIFT = (

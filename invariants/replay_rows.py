@@ -130,8 +130,31 @@ def judge_rows(view: StepView, phase: Phase, counter: str, out: Collector) -> No
             rank=int(rows.rank[first]),
             recompute=str(view.step.recompute),
         ),
-        hint=hint,
+        hint=hint or _hint(view, phase),
     )
+
+
+def _hint(view: StepView, phase: Phase) -> str:
+    """What to look at where nothing tells where the rows come from."""
+    if phase is Phase.RECOMPUTE and sound_rows(view):
+        return _GONE
+    if not view.step.backward:
+        return _FORWARD_ONLY
+    return _FOLLOW
+
+
+_GONE = (
+    "The forward pass executed the targets: they were cleared, or those of another microbatch were installed, before the backward pass "
+    "came to this layer; or what recomputes calls another router. Keep them until the backward pass has ended (SkyRL#1908)."
+)
+_FORWARD_ONLY = (
+    "Where replay.forward passes, training steps execute their targets: passes without a backward (old logprobs, evaluation) go another "
+    "way, on which none is installed, or are served another batch's."
+)
+_FOLLOW = (
+    "Follow one row: what was installed, in which layer, for which microbatch, and whether the router read it. How routes are padded, "
+    "packed and divided over ranks can be judged on its own, and is then named: rollproof.ReplayLayoutConformance."
+)
 
 
 def sound_rows(view: StepView) -> bool:

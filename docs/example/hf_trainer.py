@@ -13,6 +13,8 @@ from rollproof.replay.hf import batch_routes, find_routers, hf_replay, watched
 from rollproof.replay.hf.families import tiny_model
 from rollproof.replay.spy import sketch
 
+torch.set_num_threads(1)  # of matrices this small more threads get nothing
+
 
 class HfTrainer:
     contract = trainer_contract(

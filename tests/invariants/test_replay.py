@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from rollproof.checks import Verdict
+from rollproof.fakes.known_bugs.replay import BUGS
 from rollproof.fakes.replay_parts import Microbatch
 from rollproof.fakes.replay_references import CapturedPrefix, DenseFirst, Interleaved, ManyExperts
 from rollproof.fakes.replaying import ReplayTrainer
@@ -135,6 +136,20 @@ def test_wrong_rows_without_an_origin_say_so() -> None:
 
     finding = results(Random, "placement")["forward"].findings[0]
     assert "of these" not in finding.observed and finding.hint.startswith("Follow one row")
+
+
+@pytest.mark.parametrize(
+    ("bug", "check", "hint"),
+    [
+        ("replay-recompute-native", "replay.recompute", "The forward pass executed the targets: they were cleared"),
+        ("replay-old-logprobs-native", "replay.old-logprob", "Where replay.forward passes, training steps execute their targets"),
+    ],
+)
+def test_wrong_rows_of_one_kind_of_pass_say_which(bug: str, check: str, hint: str) -> None:
+    """Where no origin is known, what the other passes did says where to look."""
+    trace = next(iter(next(one for one in BUGS if one.id == bug).traces()))
+
+    assert judge(trace, CHECKS)[check].findings[0].hint.startswith(hint)
 
 
 def test_a_check_sees_a_trace_cut_anywhere() -> None:
