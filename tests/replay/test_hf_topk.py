@@ -110,7 +110,25 @@ def test_nothing_is_intercepted_outside_of_the_call() -> None:
 
 
 def tried(router: Toy, hidden: Any = None) -> bool:
-    return probe(router.forward, (torch.ones(3, HIDDEN) if hidden is None else hidden,), num_experts=EXPERTS, top_k=TOP_K, who="The router")
+    return tried_with(router.forward, (torch.ones(3, HIDDEN) if hidden is None else hidden,))
+
+
+def tried_with(forward: Any, args: Any, **kwargs: Any) -> bool:
+    return probe(forward, args, kwargs, num_experts=EXPERTS, top_k=TOP_K, who="The router")
+
+
+def test_what_else_a_router_is_called_with_stays() -> None:
+    """A bias beside the hidden states is handed on; what goes with the rows, or comes before them, is refused."""
+    router = Toy()
+    bias, rows = torch.zeros(EXPERTS), torch.ones(3, HIDDEN)
+
+    assert tried_with(lambda hidden, bias: router(hidden + 0 * bias.sum()), (rows, bias))
+    assert tried_with(lambda hidden, bias: router(hidden + 0 * bias.sum()), (rows,), bias=bias)
+    with pytest.raises(RouterError, match=r"The router cannot be tried on 2 rows, .* RuntimeError"):
+        tried_with(lambda hidden, other: router(hidden + other), (rows, rows))
+    for args in ((), (IDS,), (None, rows)):
+        with pytest.raises(RouterError, match="is not called with hidden states first"):
+            tried_with(lambda *_: None, args)
 
 
 def test_a_sound_router_passes_the_trial_and_does_not_notice() -> None:

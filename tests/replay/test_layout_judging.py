@@ -164,6 +164,11 @@ class _Short(MegatronLike):
         return super().flatten(layout, batch)[:-1]
 
 
+class _Async(MegatronLike):
+    async def flatten(self, layout: Layout, batch: IntArray) -> Any:  # type: ignore[override]
+        return super().flatten(layout, batch)
+
+
 class _Ragged(MegatronLike):
     def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> Any:
         return [rows[:, self.column(layout, layer)] for layer in self.routed(layout, rank, chunk)]
@@ -178,6 +183,7 @@ class _Ragged(MegatronLike):
         (_Floats, "flatten", "layout.returns", "an array of float64 (4, 2, 2) for rows, where whole numbers are wanted"),
         (_Narrow, "flatten", "layout.flatten-order", "(4, 1, 2)"),
         (_Short, "flatten", "layout.flatten-order", "(3, 2, 2)"),
+        (_Async, "flatten", "layout.returns", "a coroutine: layout functions are called as they are"),
         (_Ragged, "select", "layout.returns", "a list, where a mapping from layers to rows is wanted"),
     ],
 )

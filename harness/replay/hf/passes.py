@@ -109,7 +109,7 @@ class Pass:
         shape: dict[str, Any] = {"num_experts": self.routers.num_experts, "top_k": self.routers.top_k, "who": str(router)}
         output, ids = intercepted(forward, args, kwargs, choose=lambda scores: self._choose(router, scores, backward), **shape)
         # Afterwards: the trial has no graph, and a weight that is computed (LoRA) is kept from its first use to the next.
-        if router.layer not in self.routers.proven and probe(forward, args, **shape):
+        if router.layer not in self.routers.proven and probe(forward, args, kwargs, **shape):
             self.routers.proven.add(router.layer)
         executed = executed_ids(output, tuple(ids.shape), str(router))
         self._wrong.append((executed.sort(-1).values != ids.sort(-1).values).any())

@@ -20,7 +20,7 @@ from rollproof.errors import RouterError
 __all__ = ["Router", "Routers", "find_routers"]
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk")
+_TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,7 +86,7 @@ def find_routers(model: Any) -> Routers:
     if len(owners) == 1 and twice is not None:
         raise RouterError(
             f"Layer {twice[0].layer} of {type(model).__name__} has two routers, {twice[0].path} and {twice[1].path}: which one runs is not "
-            "known beyond doubt. A copy of a whole MoE block (PEFT's modules_to_save) is not supported; adapt its parameters instead."
+            "known beyond doubt. A mixture of attention heads, and a copy of a whole MoE block (PEFT's modules_to_save), are not supported."
         )
     if len(owners) > 1:
         raise RouterError(

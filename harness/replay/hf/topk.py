@@ -76,17 +76,18 @@ def intercepted(
     return output, mode.chosen[0]
 
 
-def probe(forward: Callable[..., Any], args: tuple[Any, ...], *, num_experts: int, top_k: int, who: str) -> bool:
+def probe(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, num_experts: int, top_k: int, who: str) -> bool:
     """Try a router on two small rows with the experts that it scores lowest, and look at the weights that come out.
 
+    The rows take the place of the hidden states that it was called with; what else it was called with (a bias, as MiniMax-M2's) stays.
     Returns whether that proved anything: with NaN in its weights, a router says nothing of itself.
     Nothing is left of it: no gradient, no random number drawn. Raises ``RouterError`` for a router that cannot be replayed: its top-k
     cannot be intercepted, its output does not show what is executed, or experts that it would not choose get no weight (it masks scores
     before its top-k and takes the weights from the masked ones, as DeepSeek-V2 with groups does: a replayed expert in another group is
     silently switched off, and its gate gradient is 0; ISEEKYAN/Megatron-LM#79 fixed one such).
     """
-    if len(args) != 1 or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
-        raise RouterError(f"{who} takes more than hidden states; rollproof cannot try it, so it does not replay it.")
+    if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
+        raise RouterError(f"{who} is not called with hidden states first; rollproof cannot try it, so it does not replay it.")
     hidden: torch.Tensor = args[0]
     shape = (*(1,) * (hidden.dim() - 2), _PROBE_ROWS, hidden.shape[-1])
     rows = _PROBE_SIZE * torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -97,16 +98,16 @@ def probe(forward: Callable[..., Any], args: tuple[Any, ...], *, num_experts: in
         return scores.topk(top_k, dim=-1, largest=False).indices
 
     devices = [hidden.device] if hidden.device.type == "cuda" else []
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        output, ids = intercepted(
-            forward,
-            (rows.to(hidden.device, hidden.dtype),),
-            {},
-            num_experts=num_experts,
-            top_k=top_k,
-            choose=lowest,
-            who=who,
-        )
+    shown = (rows.to(hidden.device, hidden.dtype), *args[1:])
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            output, ids = intercepted(forward, shown, kwargs, num_experts=num_experts, top_k=top_k, choose=lowest, who=who)
+    except RouterError:
+        raise
+    except Exception as error:  # of the router's own code, on fewer rows than it was called with
+        raise RouterError(
+            f"{who} cannot be tried on {_PROBE_ROWS} rows, so rollproof does not replay it: {type(error).__name__}: {error}."
+        ) from error
     weights, executed = _weights(output, tuple(ids.shape), who), executed_ids(output, tuple(ids.shape), who)
     if not bool(torch.equal(executed.sort(-1).values, ids.sort(-1).values)):
         raise RouterError(f"{who} was given experts {ids.tolist()} and executes {executed.tolist()}.")

@@ -5,6 +5,7 @@ Needs no model, no device and no process group: the adapter tells the function w
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
@@ -147,6 +148,9 @@ def _call(subject: Any, function: str, call: Call) -> Laid | None:
         return None
     except BaseException as error:  # noqa: BLE001 - a refusal is an outcome, an exit too
         return replace(event, refused=told(error))
+    if inspect.iscoroutine(value):
+        value.close()
+        return replace(event, misfit="a coroutine: layout functions are called as they are, without a loop, so `async` has no place here")
     changed = _changed(arguments, made.arguments(call))
     try:
         return replace(event, out=made.returned(value), changed=changed)
