@@ -30,10 +30,9 @@ UNDRIVEN = """
 - TRL's `VLLMClient` makes one blocking call a batch and resumes nothing, so there is no schedule to run it through. It is run unmodified
   over real HTTP against vLLM's face, and its samples are judged (tests/http/test_released_clients.py); its weight transfer asks for CUDA.
 - AReno's rollouts run on an engine of its own, whose workers are made for accelerators: only its merging of chunks and ranks is judged.
-- prime-rl's own attribution of routes is in verifiers, and judged there. What its repository adds (`orchestrator/trajectories.py`,
-  `trainer/batch.py`: rows cut or filled up at the end, sliced, padded) was read at 559b44772 and not run: it has no adapter yet.
-- NeMo-RL's rollout loop (`nemo_rl/experience/rollouts.py`, read at 7ea279abf) takes any policy that generates, but what makes tokens,
-  logprobs and routes of an engine's outputs is a group of Ray workers around a vLLM engine. It has no adapter yet.
+- Of prime-rl, its sink (which drops what is too stale), curriculum, and concurrency controller are not run, nor its vLLM server.
+- NeMo-RL's rollouts with NeMo-Gym speak to its servers, which are another repository; its TRT-LLM, Dynamo and Megatron generations start
+  engines of their own. Read at 7ea279abf and not run: what they hand over goes through the same buffers and batches, which are judged.
 - ROLL's rollouts (`roll/distributed/scheduler`, read at 8eb27cc2) are Ray actors, a router and a cluster of workers around an engine. They
   have no adapter yet."""
 

@@ -41,6 +41,7 @@ STACKS: Mapping[str, str] = {
     "openrlhf": "rollproof.stacks.openrlhf",
     "slime": "rollproof.stacks.slime",
     "areno": "rollproof.stacks.areno",
+    "nemo-rl": "rollproof.stacks.nemo_rl",
     "miles": "rollproof.stacks.miles",
 }
 """Name of each stack, and the module with its ``RELEASE`` and ``load(found) -> Stack``."""

@@ -1,6 +1,6 @@
 """Released stacks where they are installed: their adapters add nothing of their own. Verdicts of whole campaigns: ``nox -s upstream``.
 
-slime is looked for at ``ROLLPROOF_SLIME``, the folder of a checkout.
+Those of ``CHECKOUTS`` are looked for where an environment variable says, at the folder of a checkout.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ PARTS = {
     "areal": ("remote-engine", "inference-bridge"),
     "verifiers": ("train-client",),
     "rlinf": ("sglang-worker",),
+    "nemo-rl": ("single-controller", "async-grpo", "sglang-rollouts"),
+    "prime-rl": ("orchestrator",),
 }
 BATCHES = {
     "skyrl": ("batch-tensors", "training-input"),
@@ -39,16 +41,20 @@ BATCHES = {
     "slime": ("rank-data",),
     "miles": ("rank-data",),
     "areno": ("merged-rollouts",),
+    "nemo-rl": ("data-plane", "async-grpo-batch"),
+    "prime-rl": ("micro-batches",),
 }
+CHECKOUTS = {"slime": "ROLLPROOF_SLIME", "nemo-rl": "ROLLPROOF_NEMO_RL", "prime-rl": "ROLLPROOF_PRIME_RL"}
 _LOADED: dict[str, Stack] = {}
 
 
 def loaded(name: str) -> Stack:
     """The stack, imported once; skips where it is not there."""
-    checkout = os.environ.get("ROLLPROOF_SLIME") if name == "slime" else None
-    if name == "slime" and checkout is None:
-        pytest.skip("slime is a checkout: ROLLPROOF_SLIME names its folder (see harness/stacks/requirements/slime.txt)")
-    if name != "slime" and importlib.util.find_spec(name) is None:
+    variable = CHECKOUTS.get(name)
+    checkout = os.environ.get(variable) if variable else None
+    if variable and checkout is None:
+        pytest.skip(f"{name} is a checkout: {variable} names its folder (see harness/stacks/requirements/{name}.txt)")
+    if not variable and importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install -r harness/stacks/requirements/{name}.txt && pip install --no-deps {name}")
     if name not in _LOADED:
         with warnings.catch_warnings():
