@@ -81,6 +81,11 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def prepare(self) -> None:
+        """Start to import, and do not wait: the first ``run`` does. Raises ``RankError`` where no process can be started."""
+        if self._nursery is None:
+            self._nursery = _Nursery(self._preload, self._start_limit_s, cuda=self._cuda)
+
     def run(self, job: Any, *, world_size: int = 1, crew: Hashable = None) -> list[Any]:
         """Run the job on ``world_size`` processes; returns the results by rank. Raises ``RankError``.
 
@@ -119,8 +124,13 @@ class Ranks:
 
     def _start(self, world_size: int) -> None:
         self._end_crew()
-        if self._nursery is None:
-            self._nursery = _Nursery(self._preload, self._start_limit_s, cuda=self._cuda)
+        self.prepare()
+        assert self._nursery is not None
+        try:
+            self._nursery.imported(self._start_limit_s)
+        except RankError:
+            self.close()  # without its modules it is of no use
+            raise
         self._crew = self._nursery.fork(
             {
                 "task": self._task,
@@ -227,6 +237,7 @@ class _Nursery:
         self.folder = Path(self._folder.name)
         self._listener = Listener(str(self.folder / "socket"), "AF_UNIX", authkey=(key := os.urandom(16)))
         self._runs = 0
+        self._ready = False
         with (self.folder / "nursery.log").open("wb") as log:
             # A session of its own: a Ctrl-C of the terminal reaches the parent alone, which ends the others.
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, on this module
@@ -242,7 +253,7 @@ class _Nursery:
             pickle.dump({"key": key, "path": list(sys.path), "preload": tuple(preload), "cuda": cuda}, self._process.stdin)
             self._process.stdin.close()
             self._pipe = self._accept(limit_s)
-            self._ask("import", limit_s)
+            self._pipe.send("import")
         except BaseException:
             self._process.kill()
             self._process.wait()
@@ -254,6 +265,12 @@ class _Nursery:
     def alive(self) -> bool:
         """Whether it can still fork."""
         return self._process.poll() is None
+
+    def imported(self, limit_s: float) -> None:
+        """Wait until it has imported everything."""
+        if not self._ready:
+            self._answer(limit_s)
+            self._ready = True
 
     def fork(self, start: dict[str, Any], limit_s: float) -> dict[int, Connection]:
         """Fork the ranks of a run; returns their pipes."""
@@ -273,8 +290,9 @@ class _Nursery:
 
     def kill(self) -> None:
         """End all ranks; returns when they are gone."""
-        with suppress(RankError):
-            self._ask("kill", 10)
+        if self._ready:  # before, it has none
+            with suppress(RankError):
+                self._ask("kill", 10)
 
     def whereabouts(self, ranks: Sequence[int]) -> str:
         """Where each of these ranks is, as a traceback of each."""
@@ -319,8 +337,12 @@ class _Nursery:
         return accepted
 
     def _ask(self, what: Any, limit_s: float) -> Any:
-        try:
+        with suppress(OSError):  # it is gone: there will be no answer
             self._pipe.send(what)
+        return self._answer(limit_s)
+
+    def _answer(self, limit_s: float) -> Any:
+        try:
             if self._pipe.poll(limit_s):
                 done, answer = self._pipe.recv()
                 if done:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -32,6 +33,12 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="`pip inst
 JUDGED = ("single", "sigmoid", "tp2-ep4", "cp2-pp2-vpp2")
 """Together they have every kind of parallelism, dispatcher, router and schedule; `nox -s trainers -- --table` judges all setups."""
 
+COVERING = sorted(covering_setups(), key=lambda row: repr((row[1].mesh, row[1].ep)))
+"""One division after the other, so that its processes stay."""
+
+each_setup = pytest.mark.parametrize("name", SETUPS, scope="module")
+"""Of the module, so that all tests of a setup come one after the other, and its processes stay."""
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
@@ -41,9 +48,29 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def verl_ranks() -> Iterator[Ranks]:
-    """Apart: verl takes a rank seconds to import, and megatron-core is judged where it never was."""
+    """Apart: megatron-core is judged where verl never was. It imports for long, meanwhile the first tests run."""
     with megatron_ranks(code=ReplayCodeName.VERL) as started:
+        started.prepare()
         yield started
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prepared(request: pytest.FixtureRequest) -> None:
+    """Let verl's processes begin to import, where a test that needs them was selected."""
+    if find_spec("verl") is not None and any("[verl-" in item.name for item in request.session.items):
+        request.getfixturevalue("verl_ranks")
+
+
+@pytest.fixture(scope="module")
+def undivided(ranks: Ranks) -> Callable[[Setup], Outcome]:
+    """What one process records of the model of a setup; asked once for each model."""
+
+    @cache
+    def recorded(setup: Setup) -> Outcome:
+        return _run(MegatronTrainer(setup, ranks), _step(setup, Action.RECORD))[0]
+
+    one = {"dp": 1, "cp": 1, "tp": 1, "pp": 1, "vpp": 1, "ep": 1, "first": None, "dispatcher": Dispatcher.ALLGATHER}
+    return lambda setup: recorded(replace(setup, name="undivided", **one))
 
 
 def _step(setup: Setup, action: Action, samples: tuple[Rollout, ...] | None = None, recompute: Recompute = Recompute.NONE) -> Step:
@@ -66,7 +93,17 @@ def _chosen(calls: list[Routing], phase: Phase) -> dict[tuple[int, int, int], li
     return {(one.rank, one.layer, one.microbatch): np.sort(one.experts, axis=1).tolist() for one in calls if one.phase is phase}
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@each_setup
+def test_recordings_of_all_ranks_merge_to_that_of_one_process(ranks: Ranks, undivided: Callable[[Setup], Outcome], name: str) -> None:
+    """What tensor, context, pipeline, virtual and data-parallel ranks recorded, merged, is what one process records, bit for bit."""
+    single = undivided(SETUPS[name])
+    divided, _ = _run(MegatronTrainer(name, ranks), _step(SETUPS[name], Action.RECORD))
+    assert sorted(single.recorded) == sorted(divided.recorded)
+    assert [] == [one for one, rows in single.recorded.items() if not np.array_equal(rows, divided.recorded[one])]
+    assert pytest.approx(single.loss, rel=1e-6) == divided.loss
+
+
+@each_setup
 def test_replay_of_what_every_rank_recorded_changes_no_bit(ranks: Ranks, name: str) -> None:
     """Loss, logprobs and all gradients of a replay in place equal those of the recording bit for bit, with and without recompute.
 
@@ -86,18 +123,7 @@ def test_replay_of_what_every_rank_recorded_changes_no_bit(ranks: Ranks, name: s
         assert dict.fromkeys(trainer.residue(), 0) == trainer.residue()
 
 
-@pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.world_size > 1])
-def test_recordings_of_all_ranks_merge_to_that_of_one_process(ranks: Ranks, name: str) -> None:
-    """What tensor, context, pipeline, virtual and data-parallel ranks recorded, merged, is what one process records, bit for bit."""
-    setup = SETUPS[name]
-    whole = replace(setup, dp=1, cp=1, tp=1, pp=1, vpp=1, ep=1, first=None, dispatcher=Dispatcher.ALLGATHER)
-    (divided, _), (single, _) = (_run(MegatronTrainer(one, ranks), _step(one, Action.RECORD)) for one in (setup, whole))
-    assert sorted(single.recorded) == sorted(divided.recorded)
-    assert [] == [one for one, rows in single.recorded.items() if not np.array_equal(rows, divided.recorded[one])]
-    assert pytest.approx(single.loss, rel=1e-6) == divided.loss
-
-
-@pytest.mark.parametrize("name", SETUPS)
+@each_setup
 def test_every_row_executes_the_routes_of_its_own_place(ranks: Ranks, name: str) -> None:
     """Routes that spell sample, position and layer are executed where they belong: decoded, each row names itself."""
     setup = SETUPS[name]
@@ -143,7 +169,7 @@ def _executed(setup: Setup, step: Step, calls: list[Routing], phase: Phase) -> b
     return np.array_equal(wanted, seen)
 
 
-@pytest.mark.parametrize(("setup", "recompute"), [pytest.param(*row, id=str(number)) for number, *row in covering_setups()])
+@pytest.mark.parametrize(("setup", "recompute"), [pytest.param(*row, id=str(number)) for number, *row in COVERING])
 def test_rows_of_the_covering_array_execute_their_targets(ranks: Ranks, setup: Setup, recompute: Recompute) -> None:
     """Every captured row executes its target, forward and in recompute; logprobs and gate gradients are those of the plain model.
 

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,25 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "replay-megatron.md").read_text(encoding="utf-8")
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the example keeps megatron-core patched for the life of its process."""
+PROGRAMS = {
+    "example": ("-c", "from rollproof.cli import main; main()", "verify", "--replay", "megatron_trainer:MegatronTrainer", "--json", "-"),
+    "track record": (
+        str(DOCS / "track_record" / "run.py"), "megatron_short", "megatron_stale", "megatron_interleaved", "megatron_other",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ran() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Both programs, side by side: each computes on one thread."""
     pytest.importorskip("torch", reason="megatron-core needs PyTorch")
     pytest.importorskip("megatron.core", reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)")
+    with ThreadPoolExecutor() as pool:
+        yield {name: pool.submit(_run, *arguments) for name, arguments in PROGRAMS.items()}
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the example keeps megatron-core patched for the life of its process."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", *arguments], cwd=DOCS / "example", capture_output=True, text=True, timeout=600, check=False
     )
@@ -33,17 +50,19 @@ def test_the_page_shows_the_code_that_is_run() -> None:
     assert [] == [line for piece in pieces for line in piece.splitlines() if line.strip() not in {*lines, "..."}]
 
 
-def test_the_example_keeps_every_promise() -> None:
+def test_the_example_keeps_every_promise(ran: dict[str, Future[subprocess.CompletedProcess[str]]]) -> None:
     """`rollproof verify --replay megatron_trainer:MegatronTrainer`: nothing fails, nothing is unknown, the planted fault is seen."""
-    done = _run("-c", "from rollproof.cli import main; main()", "verify", "--replay", "megatron_trainer:MegatronTrainer", "--json", "-")
+    done = ran["example"].result()
     report: Any = json.loads(done.stdout)
     verdicts = {check["id"]: check["verdict"] for check in report["checks"] if check["verdict"] not in ("pass", "not applicable")}
     assert ({}, 0) == (verdicts, done.returncode), done.stderr[-2000:]
 
 
-def test_the_track_record_holds_what_the_scripts_print_of_megatron_core() -> None:
+def test_the_track_record_holds_what_the_scripts_print_of_megatron_core(
+    ran: dict[str, Future[subprocess.CompletedProcess[str]]],
+) -> None:
     """Line by line, on the installed release."""
-    done = _run(str(DOCS / "track_record" / "run.py"), "megatron_short", "megatron_stale", "megatron_interleaved", "megatron_other")
+    done = ran["track record"].result()
     assert 0 == done.returncode, done.stderr[-2000:]
     release = __import__("importlib.metadata").metadata.version("megatron-core")
     prefix = f"megatron-core {release}:"

@@ -115,6 +115,28 @@ def test_a_module_that_cannot_be_imported_says_so() -> None:
         ranks.run("add")
 
 
+def test_imports_go_on_while_nothing_is_run_yet() -> None:
+    """What was prepared runs, ends where nothing was run, and tells an import that failed when a job is run, each time anew."""
+    with Ranks(summing, preload=("torch",)) as ranks:
+        ranks.prepare()
+        ranks.prepare()
+        assert [3, 3] == ranks.run("add", world_size=2)
+    with Ranks(summing, preload=("torch",)) as ranks:
+        ranks.prepare()
+    start = time.monotonic()
+    with Ranks(summing, preload=("no_such_module",)) as ranks:
+        ranks.prepare()
+        for _ in range(2):
+            with pytest.raises(RankError, match="No module named 'no_such_module'"):
+                ranks.run("add")
+    assert time.monotonic() - start < 60
+
+
+def test_all_groups_of_a_rank_share_one_device(ranks: Ranks) -> None:
+    """Groups beyond the first add no thread that looks for messages."""
+    assert [1, 1] == ranks.run("count loops", world_size=2)
+
+
 def test_a_task_must_be_importable() -> None:
     """A lambda, or a function of a script, is refused with the next step."""
     with pytest.raises(UsageError, match="Define it as a plain function at the top of a module"):

@@ -53,6 +53,7 @@ def parallel(setup: Setup) -> Iterator[Rank]:
         context_parallel_size=setup.cp,
         expert_model_parallel_size=setup.ep,
         expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,  # further groups, for optimizers and checkpoints
     )
     if on_gpu():
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -120,7 +120,8 @@ class Whole:
         routes = self.routes(scores, layer, sample)
         if setup.router is RouterKind.SIGMOID:
             chosen = scores.sigmoid().gather(1, routes)
-            gates = 2.5 * chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+            # Scores of several experts are made to sum to 1, that of a single one stands (DeepSeek-V3's gate, and Megatron's).
+            gates = 2.5 * (chosen / (chosen.sum(-1, keepdim=True) + 1e-20) if setup.top_k > 1 else chosen)
         else:
             gates = scores.gather(1, routes).softmax(-1)
         out = self._mlp(hidden, f"{name}.shared_experts") if setup.router is RouterKind.SIGMOID else torch.zeros_like(hidden)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -143,13 +143,20 @@ class MegatronTrainer:
             watch=watch,
         )
         try:
-            # Other people's code patches megatron-core for good: a step without it gets processes that never saw it.
-            patched = self.setup.code is ReplayCodeName.CORE or step is None or step.action is not Action.OFF
-            return self._ranks.run(job, world_size=self.setup.world_size, crew=(self.setup, patched))
+            return self._ranks.run(job, world_size=self.setup.world_size, crew=self._crew(step))
         except RankError as error:
             if error.__cause__ is not None:
                 raise error.__cause__ from error
             raise
+
+    def _crew(self, step: Step | None) -> Hashable:
+        """Megatron makes its groups once, so that processes serve one division, of any model.
+
+        Other people's code patches megatron-core for good: a step without it gets processes that never saw it.
+        """
+        if self.setup.code is ReplayCodeName.CORE:
+            return self.setup.mesh, self.setup.ep
+        return self.setup, step is None or step.action is not Action.OFF
 
     def _checked(self, sample: Rollout) -> None:
         """Refuse routes that Megatron would take in silence. Raises ``RoutesError``, or ``RouterError`` where no router could replay any.

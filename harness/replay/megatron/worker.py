@@ -69,7 +69,7 @@ def worker(number: int, world_size: int) -> Any:  # noqa: ARG001 - a task is cal
 
 
 class _Worker:
-    """One rank. Its process belongs to one setup: Megatron's groups are made once."""
+    """One rank. Its process belongs to one division of a model: Megatron's groups are made once."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -105,6 +105,8 @@ class _Worker:
         wanted = (job.episode, step.recompute, step.action is Action.OFF)
         if self._chunks is None or self._built != wanted:
             off = step.action is Action.OFF
+            if self._built[:1] != wanted[:1]:
+                self._recorded = {}  # of another trainer
             if not off:
                 self._code.start()
             config = configuration(job.setup, step.recompute, {} if off else self._code.settings)
