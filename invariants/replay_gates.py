@@ -168,7 +168,7 @@ def _gate_slope(view: StepView, out: Collector) -> None:
             where={**base.where(layer=layer)},
             hint="Gate values must keep their graph from live scores to output; recorded or detached scores, and a normalisation over "
             "other experts than those that are executed, break it. A loss that acts in the backward pass alone (Megatron's auxiliary and "
-            "z-losses) belongs into the loss that is told, or is switched off for this.",
+            "z-losses) belongs into the loss that is told, or is switched off for this; gradients are told unclipped and unscaled.",
         )
 
 

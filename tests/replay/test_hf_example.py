@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from rollproof.checks import Verdict, default_registry
+from rollproof.judge import judge
+from rollproof.replay.driving import record_replay
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -18,7 +23,7 @@ def test_the_page_shows_the_code_that_is_run() -> None:
     example = (DOCS / "example" / "hf_trainer.py").read_text(encoding="utf-8")
     pieces = re.findall(r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(pieces) >= 3
-    assert [] == [piece for piece in pieces[1:] if piece not in example]
+    assert [] == [piece for piece in pieces[1:] if piece not in example and "def my_replay" not in piece]
 
 
 def test_the_loop_on_the_page_trains() -> None:
@@ -31,6 +36,21 @@ def test_the_loop_on_the_page_trains() -> None:
     assert loop is not None
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", loop[1]], capture_output=True, text=True, timeout=300, check=False)
     assert (0, "") == (done.returncode, done.stdout), done.stderr[-2000:]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_code_of_ones_own_is_judged_as_the_page_says(tmp_path: Path) -> None:
+    """The last piece is a whole module; its trainer runs an episode and replays what it is given."""
+    torch = pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
+    pytest.importorskip(
+        "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
+    )
+    pieces = re.findall(r"```python\n(.*?)```", (DOCS / "replay-hf.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "mine.py").write_text(next(piece for piece in pieces if "def my_replay" in piece), encoding="utf-8")
+    trace = record_replay(runpy.run_path(str(tmp_path / "mine.py"))["trainer"], only=["self-replay"])
+
+    assert torch.get_num_threads() == 1
+    assert judge(trace, default_registry().select(["replay.forward"]))["replay.forward"].verdict is Verdict.PASS
 
 
 def test_the_example_keeps_every_promise() -> None:
