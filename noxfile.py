@@ -51,14 +51,14 @@ def verify(session: nox.Session) -> None:
     if not requirements.is_file():
         session.error(f"No stack is named {name!r}; `rollproof verify --stack {name}` lists them.")
     session.install("-r", str(requirements))
-    distribution, *_ = _release(session, name)
+    distribution, _, *_ = _release(session, name)
     session.install("--no-deps", stack.replace(name, distribution, 1))
     session.run("rollproof", "verify", *session.posargs)
 
 
 def _release(session: nox.Session, name: str) -> list[str]:
-    """How package indexes call a stack, and its repository where it is judged from a checkout."""
-    asked = f"from rollproof.stacks import release_of as r; print(r({name!r}).distribution, r({name!r}).repository or '')"
+    """How package indexes call a stack, whether it is judged from a checkout, and what is installed beside it without dependencies."""
+    asked = f"from rollproof.stacks import release_of; r = release_of({name!r}); print(r.distribution, bool(r.repository), *r.beside)"
     return str(session.run("python", "-c", asked, silent=True)).split()
 
 
@@ -81,11 +81,13 @@ def upstream(session: nox.Session) -> None:
     matrix = ROOT / "harness" / "stacks" / "verdicts" / f"{name}.toml"
     if not matrix.is_file():
         session.error(f"No matrix is kept for {name!r}; those of {sorted(path.stem for path in matrix.parent.glob('*.toml'))} are.")
-    distribution, *repository = _release(session, name)
+    distribution, checked_out, *beside = _release(session, name)
     session.install("-r", str(ROOT / "harness" / "stacks" / "requirements" / f"{name}.txt"))
+    if beside:
+        session.install("--no-deps", *beside)
     pinned = tomllib.loads(matrix.read_text(encoding="utf-8"))["pinned"]
-    for wanted in [version] if version or repository else pinned:
-        if not repository:
+    for wanted in [version] if version or checked_out == "True" else pinned:
+        if checked_out == "False":
             session.install("--no-deps", "--ignore-requires-python", f"{distribution}=={wanted}")
         spec = f"{name}=={wanted}" if wanted else name
         report = Path(session.create_tmp()) / f"{name}.json"

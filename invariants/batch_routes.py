@@ -181,7 +181,9 @@ def _filler(batch: Conversion, out: Collector) -> None:
         allowed = {contract.filler} if contract.rows is not Rows.ALL else {contract.filler, contract.final_row}
         good, rows = marked.copy(), _moe(contract, one.row.routes)
         for kind in allowed - {None, Filler.NONE}:
-            fits = is_filler(rows, kind, contract.num_experts or 1) if kind is not None else marked
+            fits = is_filler(rows, kind, contract.num_experts or 1, before=rows[:1]) if kind is not None else marked
+            if kind is Filler.PREVIOUS:  # which rows of other places may look like by chance
+                fits = fits & np.isin(np.arange(len(rows)), one.places[one.captured :])
             out.exercised(_ZEROS if kind is Filler.ZEROS else "places without a capture", int((empty & fits & ~marked).sum()))
             good |= fits
         bad = np.flatnonzero(empty & ~good)

@@ -35,6 +35,7 @@ STACKS: Mapping[str, str] = {
     "verl": "rollproof.stacks.verl",
     "areal": "rollproof.stacks.areal",
     "verifiers": "rollproof.stacks.verifiers",
+    "prime-rl": "rollproof.stacks.prime_rl",
     "rlinf": "rollproof.stacks.rlinf",
     "skyrl": "rollproof.stacks.skyrl",
     "trl": "rollproof.stacks.trl",

@@ -18,7 +18,7 @@ __all__ = ["stood_in"]
 
 @contextmanager
 def stood_in(packages: Collection[str], *, instead: bool = False, values: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[None]:
-    """Within, modules of ``packages`` that are not there import as stand-ins that have whatever is asked of them.
+    """Within, modules of ``packages`` (dotted or not) that are not there import as stand-ins that have whatever is asked of them.
 
     ``instead``: also where they are there. ``values`` are what a module's own names hold, by module.
     """
@@ -38,7 +38,7 @@ class _Absent:
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         """A spec for modules of the packages only."""
-        if name.partition(".")[0] not in self._packages:
+        if not any(f"{name}.".startswith(f"{package}.") for package in self._packages):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # as much of a loader as is asked for
 

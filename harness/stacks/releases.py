@@ -19,7 +19,8 @@ class Release:
     """What must be installed for a stack: its distribution, the versions that the adapters know (oldest first), its pinned dependencies.
 
     A stack that no package index has is judged from a checkout of ``repository`` (an address that git can clone): its versions
-    are commits, and ``package`` is a file of its own that every checkout has, relative to its root.
+    are commits, ``package`` is a file of its own that every checkout has, relative to its root, and ``roots`` are the folders from
+    which its modules are imported. ``beside`` are further distributions that are installed without their dependencies.
     """
 
     distribution: str
@@ -27,11 +28,15 @@ class Release:
     requirements: str
     repository: str | None = None
     package: str = ""
+    roots: tuple[str, ...] = (".",)
+    beside: tuple[str, ...] = ()
 
     def install(self, version: str | None = None) -> str:
         """The commands that install ``version`` (default: the newest known) beside rollproof."""
         wanted = version if version in self.versions else self.versions[-1]
         first = f"python -m pip install -r {requirements_file(self.requirements)}"
+        if self.beside:
+            first += f" && python -m pip install --no-deps {' '.join(self.beside)}"
         if self.repository is None:
             return f"{first} && python -m pip install --no-deps {self.distribution}=={wanted}"
         folder = self.distribution
@@ -75,9 +80,9 @@ def checked_out(folder: Path, release: Release, name: str) -> str:
             f"--checkout {folder} is no checkout of {name}: it has no {release.package}. "
             f"Name the folder that git made from {release.repository}."
         )
-    root = str(folder.resolve())
-    if sys.path[:1] != [root]:
-        sys.path.insert(0, root)
+    roots = [str((folder / root).resolve()) for root in release.roots]
+    if sys.path[: len(roots)] != roots:
+        sys.path[:0] = roots
     commit = _commit(folder)
     return next((known for known in release.versions if commit.startswith(known)), commit[:9] or "unversioned")
 

@@ -40,6 +40,7 @@ def _findings(report: Report, check_id: str) -> tuple[Finding, ...]:
         {"filler": "arange"},
         {"rows": "T", "final_row": "arange"},
         {"rows": "T", "final_row": "minus-one"},
+        {"rows": "T", "final_row": "previous"},
         {"rows": "captured-prefix"},
         {"num_layers": 5, "moe_layers": (1, 3, 4)},
         {"num_layers": 5, "moe_layers": (1, 3, 4), "layer_axis": "moe", "num_experts": 1000, "top_k": 8},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rollproof.trace import Weights
@@ -69,3 +71,19 @@ def test_either_name_of_equal_weights_will_do() -> None:
     events.insert(-1, Weights(server_id="s0", version=1, label=7, loaded=False))
     assert "fail" == check(ID, story).verdict
     assert "pass" == check(ID, story.with_events(events)).verdict
+
+
+def test_weights_of_which_the_stack_was_not_told_are_not_its_to_bound() -> None:
+    """The schedule updates one server beside the stack: no counter of its own can know."""
+    case = {"actions": [{"do": "skew"}]}
+    story = tell(OLD, NEW, versions="bounds", sample={"min_version": 1, "max_version": 1})
+    trace = story.trace()
+    skewed = replace(trace, header=replace(trace.header, case=case))
+    assert "unknown" == check(ID, skewed).verdict
+    assert "fail" == check(ID, trace).verdict
+
+
+def test_bounds_are_asked_for_also_where_engines_show_no_version() -> None:
+    """They are counters of the stack's own."""
+    part = Part(tokens=(11,), version=1, shown=None, reason="stop")
+    passes("versions.present", tell(part, versions="bounds", sample={"min_version": 1, "max_version": 1}), tags=1)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,18 @@ def test_a_checkout_is_one_of_the_stack(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "slime" / "__init__.py").touch()
     assert "unversioned" == checked_out(tmp_path, SOURCE, "slime")
     assert "git clone https://x/slime slime && git -C slime checkout abc123" in SOURCE.install()
+
+
+def test_a_checkout_may_have_several_roots_and_need_a_package_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules are found in all of them, in their order; the commands install what goes in without its dependencies."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "of.py").touch()
+    source = replace(SOURCE, package="src/of.py", roots=("src", "lib/src"), beside=("verifiers==9.9",))
+    for _ in range(2):
+        assert "unversioned" == checked_out(tmp_path, source, "slime")
+    assert [str(tmp_path / "src"), str(tmp_path / "lib" / "src"), str(tmp_path)] == sys.path[:3]
+    assert "slime.txt && python -m pip install --no-deps verifiers==9.9 && git clone" in source.install()
 
 
 def test_a_released_package_is_not_judged_from_a_checkout(tmp_path: Path) -> None:

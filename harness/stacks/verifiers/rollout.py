@@ -33,9 +33,9 @@ from rollproof.trace import Observation, PauseMode
 if TYPE_CHECKING:
     from rollproof.fakes.fleet import Fleet
 
-__all__ = ["Played", "RolloutSubject"]
+__all__ = ["MODEL", "Played", "Player", "RolloutSubject", "branch_contract", "reason_of"]
 
-_MODEL = "policy"
+MODEL = "policy"
 """Not the name of what the servers serve: verifiers would keep the longest prompt of the first case's server for all others."""
 _ROOM = 1024
 _REASONS = {"stop": FinishReason.STOP, "tool_calls": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -50,8 +50,47 @@ class Played:
     finish: str | None
 
 
+class Player:
+    """Plays a request with a ``TrainClient``: a turn is ``prepare_turn``, ``get_response``, ``commit``, as in the interception server."""
+
+    def __init__(self, verifiers: Verifiers, fleet: Fleet, config: Any) -> None:
+        self._verifiers, self._fleet = verifiers, fleet
+        renderers = verifiers.pool(MODEL, None, multiplex=config.multiplex).renderers
+        if not renderers:
+            renderers.append(verifiers.slot(IdRenderer(verifiers)))
+        with without_certificates():
+            self._client = verifiers.client(config)
+
+    async def play(self, trace: Any, request: Request, **sampling: Any) -> str | None:
+        """All turns, into ``trace``; the reason that verifiers gives for the end of the last one. Raises what verifiers raises.
+
+        ``sampling`` are fields of a ``SamplingConfig`` beside those of the request.
+        """
+        verifiers = self._verifiers
+        messages = [verifiers.user(content=spell(request.prompt_ids))]
+        left, waiting = request.budget or _ROOM, list(request.turns)
+        while True:
+            turn = verifiers.prepare_turn(trace, messages)
+            asked = verifiers.sampling(**{**sampling, **request.sampling, "max_tokens": left})
+            said = await self._client.get_response(verifiers.chat(), {"model": MODEL}, asked, session_id=request.request_id, turn=turn)
+            turn.commit(said)
+            left -= len(said.tokens.completion_ids)
+            shown = said.raw["choices"][0]["finish_reason"]
+            if shown != "stop" or not waiting or left - len(waiting[0]) < 1:
+                finish: str | None = said.finish_reason
+                return finish
+            answer = waiting.pop(0)
+            left -= len(answer)
+            self._fleet.recorder.record(Observation(request_id=request.request_id, token_ids=answer))
+            messages = [*messages, said.message, verifiers.user(content=spell(answer))]
+
+    async def close(self) -> None:
+        """Close the client."""
+        await self._client.close()
+
+
 class RolloutSubject:
-    """One request is a conversation; each turn is ``prepare_turn``, ``get_response``, ``commit``, as in its interception server.
+    """One request is a conversation.
 
     Weights are updated as prime-rl does it: the servers keep what runs, and their prefix cache too, which a salt isolates.
     """
@@ -66,36 +105,16 @@ class RolloutSubject:
         fleet.pause_mode = PauseMode.KEEP
         fleet.clear_cache = False
         self._fleet = fleet
-        self._http = HttpFleet(fleet, routes=RoutesForm.DESCRIBED)
-        config = self._verifiers.client_config(
-            base_url=self._http.router + "/v1", api_key_var="ROLLPROOF_NO_KEY", renderer_model_name=_MODEL
-        )
-        renderers = self._verifiers.pool(_MODEL, None, multiplex=config.multiplex).renderers
-        if not renderers:
-            renderers.append(self._verifiers.slot(IdRenderer(self._verifiers)))
-        with without_certificates():
-            self._client = self._verifiers.client(config)
-        self.contract = _contract(fleet)
+        http = HttpFleet(fleet, routes=RoutesForm.DESCRIBED)
+        config = self._verifiers.client_config(base_url=http.router + "/v1", api_key_var="ROLLPROOF_NO_KEY", renderer_model_name=MODEL)
+        self._player = Player(self._verifiers, fleet, config)
+        self.contract = branch_contract(fleet)
 
     async def rollout(self, request: Request) -> Played:
         """All turns. Raises what verifiers raises."""
         verifiers = self._verifiers
-        trace = self._new_trace()
-        messages = [verifiers.user(content=spell(request.prompt_ids))]
-        left, waiting = request.budget or _ROOM, list(request.turns)
-        while True:
-            turn = verifiers.prepare_turn(trace, messages)
-            sampling = verifiers.sampling(**request.sampling, max_tokens=left)
-            said = await self._client.get_response(verifiers.chat(), {"model": _MODEL}, sampling, session_id=request.request_id, turn=turn)
-            turn.commit(said)
-            left -= len(said.tokens.completion_ids)
-            shown = said.raw["choices"][0]["finish_reason"]
-            if shown != "stop" or not waiting or left - len(waiting[0]) < 1:
-                return Played(request=request, trace=trace, finish=said.finish_reason)
-            answer = waiting.pop(0)
-            left -= len(answer)
-            self._fleet.recorder.record(Observation(request_id=request.request_id, token_ids=answer))
-            messages = [*messages, said.message, verifiers.user(content=spell(answer))]
+        trace = verifiers.trace(task=verifiers.task(type="rollproof", data={}), agent=verifiers.agent(config={}))
+        return Played(request=request, trace=trace, finish=await self._player.play(trace, request))
 
     async def update_weights(self, version: int | None) -> None:
         """prime-rl's orchestrator does this; verifiers has no part in it."""
@@ -110,7 +129,7 @@ class RolloutSubject:
             request_id=native.request.request_id,
             prompt_ids=ids[:prompt],
             response_ids=ids[prompt:],
-            finish_reason=None if native.finish is None else _REASONS.get(native.finish, FinishReason.ERROR),
+            finish_reason=reason_of(native.finish),
             logprobs=as_logprobs(branch.logprobs[prompt:]),
             loss_mask=mask[prompt:],
             routes=as_routes(branch.routed_experts),
@@ -118,14 +137,15 @@ class RolloutSubject:
 
     async def stop(self) -> None:
         """Close the client."""
-        await self._client.close()
-
-    def _new_trace(self) -> Any:
-        verifiers = self._verifiers
-        return verifiers.trace(task=verifiers.task(type="rollproof", data={}), agent=verifiers.agent(config={}))
+        await self._player.close()
 
 
-def _contract(fleet: Fleet) -> Contract:
+def reason_of(finish: str | None) -> FinishReason | None:
+    """``finish`` is verifiers' word."""
+    return None if finish is None else _REASONS.get(finish, FinishReason.ERROR)
+
+
+def branch_contract(fleet: Fleet) -> Contract:
     """What verifiers promises: one row a token, the last one a repetition of the row before, until a further turn computes it.
 
     There is no tag of versions in a trace: prime-rl keeps the span of its policies beside it.

@@ -1,0 +1,247 @@
+"""prime-rl's ``Dispatcher`` and ``WeightWatcher`` as a subject: from a task to the training sample, and its span of policies."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollproof.contract import Contract, PartialOff, Versions
+from rollproof.fakes.http.backing import RoutesForm
+from rollproof.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.stacks.certificates import without_certificates
+from rollproof.stacks.http_fleet import HttpFleet
+from rollproof.stacks.prime_rl.imported import PrimeRl
+from rollproof.stacks.verifiers.rollout import MODEL, Player, branch_contract, reason_of
+from rollproof.trace import PauseMode
+
+if TYPE_CHECKING:
+    from rollproof.fakes.fleet import Fleet
+
+__all__ = ["Orchestrated", "Sampled"]
+
+_ENV = "rollproof"
+_MANY = 10_000
+"""Episodes in flight, and steps off policy: nothing is held back or dropped for either."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """The training sample of an episode, its policy span, and the reason that verifiers gave for the end of its last turn."""
+
+    request: Request
+    sample: Any
+    policy: Any
+    finish: str | None
+
+
+class Orchestrated:
+    """One request is a group of one episode, which the dispatcher sends to an environment, and which comes back over its wire.
+
+    The environment is ours, and plays with verifiers' ``TrainClient``. Updates go the way of the watcher: a directory that the
+    trainer has finished, then ``apply_policy_update`` with the requests of ``InferencePool.update_weights`` to every server.
+    """
+
+    contract: Contract
+
+    def __init__(self, prime: PrimeRl) -> None:
+        self._prime = prime
+
+    def start(self, fleet: Fleet) -> None:
+        """The servers, dispatcher and watcher."""
+        prime = self._prime
+        fleet.pause_mode = PauseMode.KEEP
+        fleet.clear_cache = False
+        self._fleet = fleet
+        self._http = HttpFleet(fleet, routes=RoutesForm.DESCRIBED)
+        self._folder = Path(tempfile.mkdtemp(prefix="rollproof-prime-"))
+        urls = list(self._http.urls.values())
+        config = prime.shared.ClientConfig(base_url=self._http.router + "/v1", admin_base_url=urls, api_key_var="ROLLPROOF_NO_KEY")
+        with without_certificates():
+            pool = prime.client.InferencePool(config, MODEL, train_client_type="renderer")
+        policy = prime.types.Policy(version=fleet.case.first_version, model_name=MODEL)
+        self._tasks = _Tasks(prime)
+        self._episodes = _Episodes(prime, Player(prime.verifiers, fleet, pool.train_client), self._tasks)
+        self._dispatcher = prime.dispatcher.Dispatcher(
+            train_envs=_Environments(prime, pool, self._episodes),
+            eval_envs=None,
+            train_source=self._tasks,
+            eval_source=None,
+            policy_pool=pool,
+            policy=policy,
+            progress=prime.types.Progress(),
+            initial_max_inflight=_MANY,
+            max_inflight_ceiling=None,
+            tasks_per_minute=None,
+            max_off_policy_steps=_MANY,
+            run_id=_ENV,
+            run_name=None,
+        )
+        self._watcher = prime.watcher.WeightWatcher(
+            SimpleNamespace(output_dir=self._folder, max_steps=None),
+            policy=policy,
+            inference=pool,
+            observers=[self._dispatcher],
+            lora_name=None,
+            ckpt_step=fleet.case.first_version,
+        )
+        self._pool = pool
+        self._running = [asyncio.ensure_future(self._dispatcher.start()), asyncio.ensure_future(self._collect())]
+        for task in self._running:
+            task.add_done_callback(self._tasks.ended)
+        # a branch of no tokens is no sample: the sink drops it
+        self.contract = replace(branch_contract(fleet), versions=Versions.BOUNDS, partial_off=PartialOff.DROPPED)
+
+    async def rollout(self, request: Request) -> Sampled | None:
+        """The sample; ``None`` where the episode has none to train on. Raises what the environment raised."""
+        episode = await self._tasks.put(request)
+        failed = self._episodes.failed.pop(request.request_id, None)
+        if failed is not None:
+            raise failed
+        (trace,) = episode.traces
+        samples = self._prime.trajectories.trace_to_samples(trace, env_name=_ENV)
+        if not samples:
+            return None
+        finish = self._episodes.finished.pop(request.request_id)
+        return Sampled(request=request, sample=samples[-1], policy=episode.run.work.policy, finish=finish)
+
+    async def update_weights(self, version: int | None) -> None:
+        """The trainer numbers every update, and the watcher sees a directory that is marked as stable. Raises what a server says."""
+        label = self._fleet.weights_of(None) if version is None else version
+        step = self._folder / "broadcasts" / f"step_{label}"
+        step.mkdir(parents=True)
+        (step / "STABLE").touch()
+        self._http.about(label)
+        await self._watcher.apply_policy_update(label)
+
+    def to_record(self, native: Sampled) -> Rollout:
+        """A ``TrainingSample``."""
+        sample, prompt = native.sample, len(native.request.prompt_ids)
+        ids, routes = as_tokens(sample.token_ids), sample.routed_experts
+        return Rollout(
+            request_id=native.request.request_id,
+            prompt_ids=ids[:prompt],
+            response_ids=ids[prompt:],
+            finish_reason=reason_of(native.finish) or FinishReason.ERROR,
+            logprobs=as_logprobs(sample.logprobs[prompt:]),
+            loss_mask=np.array(sample.mask[prompt:], dtype=np.int64),
+            routes=None if routes is None else as_routes(np.frombuffer(routes.data, dtype=routes.dtype).reshape(routes.shape)),
+            min_version=native.policy.start,
+            max_version=native.policy.end,
+        )
+
+    async def stop(self) -> None:
+        """Stop the dispatcher, close the clients, and remove the directories of the updates."""
+        await self._dispatcher.stop()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._episodes.player.close()
+        for client in [*self._pool.admin_clients, *self._pool._router_clients]:
+            await client.aclose()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def gauges(self) -> Mapping[str, float]:
+        """What the dispatcher counts."""
+        return {
+            "prime-rl episodes in flight": float(self._dispatcher.current_inflight),
+            "prime-rl groups": float(len(self._dispatcher.groups)),
+        }
+
+    async def _collect(self) -> None:
+        """Hand every episode to whoever waits for it, in place of prime-rl's sink."""
+        while True:
+            self._tasks.done(await self._dispatcher.out_q.get())
+
+
+class _Tasks:
+    """The source of tasks, and who waits for what becomes of each."""
+
+    def __init__(self, prime: PrimeRl) -> None:
+        self._prime = prime
+        self._queue: list[Any] = []
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self.requests: dict[str, Request] = {}
+
+    def put(self, request: Request) -> asyncio.Future[Any]:
+        """Queue a request; the episode that it becomes."""
+        v1 = self._prime.v1
+        task = v1.Task(v1.TaskData(name=request.request_id))
+        self.requests[request.request_id] = request
+        self._queue.append(self._prime.types.TaskRequest(env_name=_ENV, task=task, step=1))
+        self._waiting[task.hash] = asyncio.get_running_loop().create_future()
+        return self._waiting[task.hash]
+
+    def next_task(self, *, step: int) -> Any:
+        """What the dispatcher asks for."""
+        return self._queue.pop(0) if self._queue else None
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        """The dispatcher ended: with an error, nobody need wait any more."""
+        error = None if task.cancelled() else task.exception()
+        for waiting in self._waiting.values() if error is not None else ():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    def done(self, episode: Any) -> None:
+        """An episode came out of the dispatcher; nobody waits for one whose request was cancelled."""
+        waiting = self._waiting.pop(episode.task.hash)
+        if not waiting.done():
+            waiting.set_result(episode)
+
+
+class _Environments:
+    """``TrainEnvs`` with one environment: prime-rl's ``TrainEnv``, whose client is ours."""
+
+    def __init__(self, prime: PrimeRl, pool: Any, client: Any) -> None:
+        env = object.__new__(prime.envs.TrainEnv)
+        env.config = SimpleNamespace(group_size=1, resolved_name=_ENV)
+        env.generation_source = SimpleNamespace(uses_live_policy=True, pool=pool)
+        env.sampling_args = {"temperature": 1.0, "logprobs": True}
+        env._env_client = client
+        self._env = env
+
+    def __iter__(self) -> Any:
+        return iter([self._env])
+
+    def get(self, _name: str) -> Any:
+        """The environment."""
+        return self._env
+
+
+class _Episodes:
+    """An ``EnvClient`` whose server is in this process: an episode is packed as the server does it, and unpacked as the client does."""
+
+    def __init__(self, prime: PrimeRl, player: Player, tasks: _Tasks) -> None:
+        self._prime, self._tasks = prime, tasks
+        self.player = player
+        self.failed: dict[str, Exception] = {}
+        self.finished: dict[str, str | None] = {}
+
+    async def run(self, *, task_data: Mapping[str, Any], client: Any, model: str, sampling: Any) -> Any:
+        """One episode; a rollout that fails is one with an error."""
+        import msgpack
+
+        prime, request = self._prime, self._tasks.requests[task_data["name"]]
+        v1, wire = prime.v1, prime.wire
+        task = v1.Task(v1.TaskData.model_validate(task_data))
+        about = v1.TraceTask(type="Task", data=task.data, key=task.key, hash=task.hash)
+        trace = prime.verifiers.trace(task=about, agent=prime.verifiers.agent(config={}))
+        try:
+            fields = sampling.model_dump(exclude_none=True)
+            self.finished[request.request_id] = await self.player.play(trace, request, **fields)
+            trace.ok = True
+        except Exception as error:  # noqa: BLE001 - an environment server answers with the traces of failed rollouts, whatever failed
+            self.failed[request.request_id] = error
+            trace.errors.append(v1.Error(type=type(error).__name__, message=str(error)))
+        trace.is_completed = True
+        said = wire.RunResponse.model_construct(episode=v1.Episode(task=about, ok=trace.ok, traces=[trace]))
+        sent = msgpack.packb(said.model_dump(mode="python"), default=prime.encoding.msgpack_encoder, use_bin_type=True)
+        return wire.RunResponse.model_validate(msgpack.unpackb(sent, raw=False)).episode
