@@ -74,7 +74,7 @@ def _padding(pairs: TokenPairs) -> Iterator[str]:
             tokens, sequences = int(ends[hit].sum()), int(hit.sum())
             yield (
                 f"{tokens:,} tokens at the ends of {counted(sequences, 'sequence')} have a logprob of exactly 0 {where}, as padding has."
-                " Is it padding, let the mask leave it out: every mean here includes it."
+                " If it is padding, let the mask leave it out: every mean here includes it."
             )
 
 

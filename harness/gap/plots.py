@@ -249,8 +249,9 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
             axes.set_xlim(min(ends) / 1.3, max(ends) * 1.3)
             log_scale(axes, "x", most=3)
         else:
-            axes.set_xlim(left=0.0)
-            axes.locator_params(axis="x", nbins=4)
+            # points without whiskers would stand on the frame
+            axes.set_xlim(0.0, 1.12 * max(ends) if ends and max(ends) > 0 else None)
+            axes.locator_params(axis="x", nbins=3)
         axes.set_xlabel(label)
         axes.grid(axis="x")
     left.set_yticks(range(len(buckets)), [_cut(bucket.label, 24) for bucket in buckets], fontsize=8)
