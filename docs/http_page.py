@@ -50,11 +50,13 @@ def http_page() -> Iterator[str]:
     """The lines of the page."""
     yield "# The HTTP faces\n"
     yield "`rollproof serve` (see [doors](doors.md)) answers as these servers do. The faces are compared with recordings of the real"
-    yield "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs, and why: tests/http/unlike.py."
+    yield "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs, and why: tests/http/unlike.py.\n"
+    yield from _start()
     for name, shown in SHOWN.items():
         yield f"\n## {name}\n\nEndpoints: {', '.join(f'`{path}`' for path in clock.run(lambda name=name: _paths(name)))}.\n"
         yield f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the face answers."
-        yield "Long values are cut, and times are 0.\n"
+        yield "The face was fresh each time. Long texts and lists are cut: the recordings keep three of a list, of the face's it is told"
+        yield "how many more there are. Times are 0.\n"
         for title, kind, number in shown:
             data = json.loads((RECORDED / f"{name}_{kind}.json").read_text(encoding="utf-8"))
             exchange = data["exchanges"][number]
@@ -63,6 +65,26 @@ def http_page() -> Iterator[str]:
             yield f"{data['server']}:\n\n```\n{real['status']}\n{_text(real['body'])}\n```\n"
             status, body = clock.run(lambda name=name, exchange=exchange: _asked(name, exchange["request"]))
             yield f"the face:\n\n```\n{status}\n{_text(body)}\n```"
+
+
+def _start() -> Iterator[str]:
+    yield """```console
+$ pip install rollproof          # from a checkout: pip install .
+$ rollproof serve --as sglang --port 30000 --trace served.arrow
+sglang on http://127.0.0.1:30000
+```
+
+It serves until Ctrl-C, which ends it with exit code 0 and a whole trace; then `rollproof check served.arrow`. What was recorded goes to
+the file every second: a server that was killed loses no more than the last one, and one that cannot write any more (a full disk) ends with
+254 and says so. A trace that exists is never overwritten. The commands below run against such a server in another terminal (`--as vllm` for
+those of vLLM): `"model"` may be anything, tokens are the coded policy's (words `w5`, one a token), and the first label is `default` where
+the transcripts have `w0`.
+
+- A pause holds until it is ended: after `/pause_generation` or `/pause`, calls wait for `/continue_generation` or `/resume`; after `/sleep`
+  for `/wake_up`.
+- `temperature`, `top_p` and their like are checked and change nothing, stop strings and stop tokens are taken and never met: what a call
+  samples follows from its prompt, the weights and `--seed` alone, so that the samples of `n > 1` are equal.
+- A request that is wrong has the status and the form that the real server gives it; an endpoint that is none is a 404."""
 
 
 def _server(name: str) -> str:
@@ -97,7 +119,7 @@ def _curl(request: Mapping[str, Any]) -> str:
 
 def _text(body: Any) -> str:
     if isinstance(body, list):
-        events = body if len(body) <= 3 else [body[0], "...", *body[-2:]]
+        events = body if len(body) <= 3 else [body[0], f"... and {len(body) - 3} more events ...", *body[-2:]]
         return "\n".join(_text(event) if isinstance(event, dict) else str(event) for event in events)
     text = json.dumps(_cut(body, 3)) if isinstance(body, dict) else str(body).strip()
     return "\n".join(textwrap.wrap(text, 130, break_long_words=False, break_on_hyphens=False))
@@ -107,7 +129,8 @@ def _cut(value: Any, most: int, key: str = "") -> Any:
     if isinstance(value, dict):
         return {name: _cut(item, most, name) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_cut(item, most) for item in value[:most]]
+        more = [f"... and {len(value) - most} more"] if len(value) > most else []
+        return [*(_cut(item, most) for item in value[:most]), *more]
     if key in _CLOCKS:
         return 0
     if isinstance(value, float):

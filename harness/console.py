@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["Line", "Style", "check_lines", "finding_lines", "report_lines", "summary_text", "text_of"]
+__all__ = ["Line", "Style", "check_lines", "finding_lines", "report_lines", "summary_text", "text_of", "wrapped"]
 
 _WIDTH = 118
 _NOT_EXERCISED = "not exercised"
@@ -96,7 +96,7 @@ def _ruled_out(checks: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     for (family, reason), ids in families.items():
         name = ids[0] if len(ids) == 1 else f"{_checks(len(ids))} of {family}"
         named = f" ({', '.join(each.partition('.')[2] for each in ids)})" if 1 < len(ids) <= _NAMED else ""
-        yield style, _wrapped(f"  {word}  {name}{named}: {reason}", "      ")
+        yield style, wrapped(f"  {word}  {name}{named}: {reason}", "      ")
 
 
 def summary_text(report: Mapping[str, Any]) -> str:
@@ -119,7 +119,7 @@ def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line
     told = "" if check["verdict"] == "pass" or (check["verdict"] == "fail" and findings) else check["reason"]
     times = sum(check["exercised"].values())
     put = f" (put to the test {times:,} times)" if check["verdict"] == "pass" else ""
-    yield style, _wrapped(f"  {word}  {check['id']}{put}{': ' + told if told else ''}", "      ")
+    yield style, wrapped(f"  {word}  {check['id']}{put}{': ' + told if told else ''}", "      ")
     for number, finding in enumerate(check["findings"][:findings], 1):
         yield from finding_lines(finding, number, check["id"] if number == 1 else "")
     more = check.get("found", len(check["findings"])) - min(findings, len(check["findings"]))
@@ -129,7 +129,7 @@ def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line
 
 def finding_lines(finding: Mapping[str, Any], number: int = 1, check_id: str = "") -> Iterator[Line]:
     """One finding: title, where, expected, observed, hint, what tells more of ``check_id``, and how to run its counterexample again."""
-    yield Style.TITLE, _wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
+    yield Style.TITLE, wrapped(f"  {number:>3}. {finding['title']}", " " * 7)
     rows = [
         ("where", _where(finding["where"])),
         ("expected", finding["expected"]),
@@ -140,7 +140,7 @@ def finding_lines(finding: Mapping[str, Any], number: int = 1, check_id: str = "
     ]
     for name, value in rows:
         if value:
-            yield Style.PLAIN, _wrapped(f"       {name:<9} {value}", " " * 17)
+            yield Style.PLAIN, wrapped(f"       {name:<9} {value}", " " * 17)
 
 
 def text_of(lines: Iterator[Line] | Sequence[Line]) -> str:
@@ -176,13 +176,13 @@ def _canary(canary: Mapping[str, Any]) -> Iterator[Line]:
     if not canary:
         return
     if canary["planted"] is None:
-        yield Style.DOUBT, _wrapped(f"  canary: not planted ({canary['reason'] or 'no trace was fit for it'})", "      ")
+        yield Style.DOUBT, wrapped(f"  canary: not planted ({canary['reason'] or 'no trace was fit for it'})", "      ")
     elif canary["red"]:
-        yield Style.GOOD, _wrapped(f"  canary: {canary['planted']}: caught by {canary['expected_by']}, as it must be", "      ")
+        yield Style.GOOD, wrapped(f"  canary: {canary['planted']}: caught by {canary['expected_by']}, as it must be", "      ")
     else:
         yield (
             Style.BAD,
-            _wrapped(
+            wrapped(
                 f"  canary: {canary['planted']}: NOT caught by {canary['expected_by']}. A fault planted into this run's own trace stayed"
                 " unseen, so its other verdicts cannot be trusted; please report this with the JSON report.",
                 "      ",
@@ -204,7 +204,7 @@ def _where(where: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {where[key]}" for key in order)
 
 
-def _wrapped(text: str, indent: str) -> str:
+def wrapped(text: str, indent: str = "      ") -> str:
     """Every line of ``text`` wrapped, continuation lines under ``indent``."""
     lines = text.splitlines()
     first = textwrap.fill(lines[0], _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any, ClassVar, TypeAlias
 from urllib.parse import parse_qs
 from weakref import ref
@@ -197,6 +198,9 @@ class Face:
         except BadRequest as error:
             await _deliver(JSONResponse(self._wrong(error), error.status), send)
             return
+        except asyncio.CancelledError:
+            await _ended(scope, send)
+            return
         if raw is None:  # the client went away before it had said what it wants
             return
         asked = Asked(scope, raw, getattr(send, "__self__", None))
@@ -266,9 +270,7 @@ class Face:
         except asyncio.CancelledError:
             if watch.vanished and task.uncancel() == 0:
                 return
-            if "rollproof.cut" in (scope.get("extensions") or {}):
-                raise
-            await _cut(scope, send)  # the server ends, and would tell of everything that it cancels with a traceback
+            await _ended(scope, send)
         finally:
             self._watches.end(watch)
 
@@ -347,6 +349,14 @@ async def _cut_short(answer: Answer, scope: Scope, send: Send, fault: WireFault)
         await _cut(scope, send, reset=fault.do is WireFaultKind.RESET)
     elif isinstance(answer, Events):
         await send({"type": "http.response.body", "body": b""})
+
+
+async def _ended(scope: Scope, send: Send) -> None:
+    """Within ``except CancelledError``: the server ends, and would tell of everything that it cancels with a traceback."""
+    if "rollproof.cut" in (scope.get("extensions") or {}):
+        raise
+    with suppress(asyncio.CancelledError):  # the loop ends meanwhile, and cancels once more
+        await _cut(scope, send)
 
 
 async def _cut(scope: Scope, send: Send, *, reset: bool = True) -> None:

@@ -19,6 +19,7 @@ from rollproof.errors import UsageError
 from rollproof.fakes.http.asgi import Face
 from rollproof.fakes.http.backing import Backing, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan
+from rollproof.fakes.http.keeping import Kept
 from rollproof.fakes.http.router import Router, RouterKind
 from rollproof.fakes.http.sglang import sglang_app
 from rollproof.fakes.http.vllm import vllm_app
@@ -109,12 +110,17 @@ def serve_forever(
     plan: FaultPlan | None = None,
     kind: RouterKind = RouterKind.GATEWAY,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; requests in flight are given a moment to end. Of several sockets the first is the router's."""
+    """Serve until SIGINT or SIGTERM; requests in flight are given a moment to end. Of several sockets the first is the router's.
+
+    Sinks that can flush do so every second. One that fails ends the server, and what it raised is raised here.
+    """
     make, _ = _face(face)
     sockets = listening[1:] or listening
 
     async def run() -> None:
-        backings = _together(options, len(sockets), sinks, keep=False, plan=plan)
+        stopping: list[Callable[[], None]] = []
+        kept = [Kept(sink, lambda: stopping[0]()) for sink in sinks]
+        backings = _together(options, len(sockets), kept, keep=False, plan=plan)
         apps: list[tuple[Face | Router, socket.socket]] = [(make(one), sock) for one, sock in zip(backings, sockets, strict=True)]
         if len(sockets) > 1:
             apps.insert(0, (Router({_url(sock): app for app, sock in apps if isinstance(app, Face)}, kind), listening[0]))
@@ -128,10 +134,14 @@ def serve_forever(
             # streams end, and whoever waits is answered
             ending.extend(loop.create_task(backing.engine.abort("*")) for backing in backings)
 
+        stopping.append(stop)
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(NotImplementedError, ValueError, RuntimeError):  # elsewhere than in a main thread, or on Windows
                 loop.add_signal_handler(number, stop)
         await asyncio.gather(*(server.serve(sockets=[sock]) for server, sock in servers))
+        for one in kept:
+            if one.error is not None:
+                raise one.error
 
     _keep_memory()
     with _rare_collections(), asyncio.Runner(loop_factory=_fast_loop()) as runner:

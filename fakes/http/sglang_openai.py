@@ -56,7 +56,8 @@ class OpenAI:
         prompts, listed = self._prompts(body)
         if body.get("max_tokens") == 0:
             raise BadRequest("1 validation error: max_tokens must be at least 1.", malformed=True)
-        call = self._call(body, prompts, logprobs=body.get("logprobs") is not None, default=16, listed=listed)
+        asks = field(body, "logprobs", (int, bool), None) is not None
+        call = self._call(body, prompts, logprobs=asks, default=16, listed=listed)
         if call.stream:
             return Events(self._stream(asked, body, call, _Completion()))
         return await self._whole(asked, body, call, _Completion())
@@ -171,10 +172,12 @@ class OpenAI:
         except (BadCall, BadRequest) as error:
             told_error = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
             yield _event({"error": told_error})
+        except GeneratorExit:  # the client went away
+            asked.abandoned = True
+            raise
         finally:
             for wanted, task in zip(wanted_calls, tasks, strict=True):
                 if not task.done():
-                    asked.abandoned = True
                     await self._backing.engine.abort(wanted.rid)
             await asyncio.gather(*tasks, return_exceptions=True)
             await everything
@@ -307,7 +310,10 @@ def _body(asked: Asked) -> dict[str, Any]:
     media = (asked.header("content-type") or "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise BadRequest("1 validation error: Unsupported Media Type: Only 'application/json' is allowed", malformed=True)
-    return asked.body(empty=False)
+    body = asked.body(empty=False)
+    for name, kind in (("model", str), ("stream_options", dict)):
+        field(body, name, kind, None)
+    return body
 
 
 def _ending(output: EngineOutput) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from rollproof.checks import default_registry
+from rollproof.cli.judged import judged_lines
 from rollproof.cli.options import JsonTarget, Only, Verbose
 from rollproof.cli.output import Meter, Output
 from rollproof.console import Style, report_lines
@@ -19,7 +20,7 @@ from rollproof.progress import Progress
 from rollproof.report import ExitCode, Report
 from rollproof.store import open_trace
 from rollproof.topics import scenarios_of
-from rollproof.trace import Header
+from rollproof.trace import Header, Submit
 
 __all__ = ["check"]
 
@@ -45,6 +46,8 @@ def check(
         raise judged.broken[0]
     report = judged.report()
     output.lines(report_lines(report.to_dict(), verbose=verbose, gather=True))
+    if not verbose:
+        output.lines(judged_lines(report.results, told=judged.told))
     output.lines((Style.BAD, f"  {error}") for error in judged.broken)
     output.json(report.to_dict())
     broken = judged.broken and report.exit_code != ExitCode.FAIL
@@ -60,6 +63,8 @@ class _Judged:
     headers: list[Header] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     broken: list[TraceError | UsageError] = field(default_factory=list)
+    told: bool = False
+    """Whether requests are told of, or the trace is of something else than rollouts."""
 
     def take(self, path: Path) -> None:
         """Judge every episode of a file, as far as it can be read."""
@@ -67,8 +72,10 @@ class _Judged:
             reader = open_trace(path)
             for header, events in reader.episodes():
                 self.headers.append(header)
+                self.told |= header.about != "rollouts"
                 judge, scenarios = Judge(header, self.tally), scenarios_of(header.about)
                 for event in events:
+                    self.told = self.told or type(event) is Submit
                     judge.feed(event)
                     scenarios.event(event)
                 self.exercised.update(scenarios.counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["serve"]
 
+_ROUTES: Mapping[str, Sequence[str]] = {"sglang": ("int32", "compact"), "vllm": ("npy", "described")}
+"""The forms in which each server writes routes."""
+
 
 def serve(
     face: Annotated[str, typer.Option("--as", metavar="sglang|vllm", help="Whose HTTP face the server has.")],
@@ -31,12 +35,14 @@ def serve(
     top_k: Annotated[int, typer.Option("--top-k", min=1, help="Experts a token.")] = 2,
     vocab: Annotated[int, typer.Option("--vocab", min=8, help="Size of the vocabulary.")] = 512,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the coded policy.")] = 0,
-    step: Annotated[float, typer.Option("--step", metavar="SECONDS", min=0.0, help="Duration of one engine step.")] = 0.001,
+    step: Annotated[float, typer.Option("--step", metavar="SECONDS", min=0.0, max=3600.0, help="Duration of one engine step.")] = 0.001,
     workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="With more than one: as many servers, and a router before.")] = 1,
-    router: Annotated[str, typer.Option("--router", metavar="gateway|slime", help="Whose router stands before several.")] = "gateway",
+    router: Annotated[
+        str | None, typer.Option("--router", metavar="gateway|slime", help="Whose router stands before several; default: gateway.")
+    ] = None,
     incremental: Annotated[bool, typer.Option("--incremental", help="SGLang: stream only what is new.")] = False,
     routes: Annotated[
-        str | None, typer.Option("--routes", metavar="int32|compact|npy|described", help="Form of routes, where not the server's own.")
+        str | None, typer.Option("--routes", metavar="FORM", help="Form of routes: int32, compact (SGLang); npy, described (vLLM).")
     ] = None,
     fault_plan: Annotated[Path | None, typer.Option("--fault-plan", metavar="FILE", help="What goes wrong: TOML or JSON.")] = None,
     contract: Annotated[
@@ -46,6 +52,7 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", help="No access log.")] = False,
 ) -> int:
     """Serve a fake engine on loopback until Ctrl-C: coded values, and the endpoints that reinforcement-learning stacks use."""
+    from rollproof.fakes.flavours import FLAVOURS
     from rollproof.fakes.http.backing import Backing, RoutesForm, ServeOptions
     from rollproof.fakes.http.fault_plan import FaultPlan
     from rollproof.fakes.http.router import RouterKind
@@ -56,10 +63,15 @@ def serve(
         raise UsageError(f"No face is named {face!r}; choose one of {list(FACES)}.")
     if top_k > experts:
         raise UsageError(f"--top-k {top_k} exceeds --experts {experts}.")
-    if routes is not None and routes not in list(RoutesForm):
-        raise UsageError(f"--routes {routes} is none of {[str(form) for form in RoutesForm]}.")
-    if router not in list(RouterKind):
-        raise UsageError(f"--router {router} is none of {[str(kind) for kind in RouterKind]}.")
+    _one_of("--flavour", flavour, [name for name in FLAVOURS if name.partition("-")[0] == face], face)
+    _one_of("--routes", routes, _ROUTES[face], face)
+    _one_of("--router", router, list(RouterKind), face)
+    if router is not None and workers == 1:
+        raise UsageError("--router needs --workers N with more than one: a router stands before several servers.")
+    if incremental and face != "sglang":
+        raise UsageError("--incremental is SGLang's (incremental_streaming_output): vLLM streams only what is new anyway.")
+    if trace is not None and trace.exists():
+        raise UsageError(f"--trace {trace} exists: name a new file, or remove it before.")
     options = ServeOptions(
         flavour=flavour or FACES[face][1],
         model=Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=top_k, vocab=vocab),
@@ -79,9 +91,20 @@ def serve(
             what = f"{face}" if workers == 1 else "router" if not number else f"{face} s{number - 1}"
             typer.echo(f"{what} on http://127.0.0.1:{sock.getsockname()[1]}", err=True)
         serve_forever(
-            face, options, listening, sinks=[] if writer is None else [writer], access_log=not quiet, plan=plan, kind=RouterKind(router)
+            face,
+            options,
+            listening,
+            sinks=[] if writer is None else [writer],
+            access_log=not quiet,
+            plan=plan,
+            kind=RouterKind(router or "gateway"),
         )
     return ExitCode.PASS
+
+
+def _one_of(option: str, given: str | None, known: Sequence[str], face: str) -> None:
+    if given is not None and given not in known:
+        raise UsageError(f"{option} {given} cannot be had with --as {face}: choose one of {[str(one) for one in known]}.")
 
 
 def _contract(path: Path) -> Contract:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -145,7 +146,8 @@ class TraceWriter:
             self._file.flush()
             self._end = self._file.tell()
         except OSError as error:
-            self._file.close()
+            with suppress(OSError):  # it would try to write what is left, and fail alike
+                self._file.close()
             raise TraceError(f"{self.path} could not be written: {error}. What was flushed before is readable.") from error
 
 
