@@ -1,4 +1,4 @@
-"""hf_replay on models whose experts or routers are adapted as PEFT adapts parameters: a module around another one."""
+"""hf_replay where a router or its experts are of another build: adapted or copied as by PEFT, around a linear layer, called with more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ transformers = pytest.importorskip(
 from rollproof.errors import RouterError  # noqa: E402
 from rollproof.replay.hf import find_routers, hf_replay  # noqa: E402
 from rollproof.replay.hf.families import tiny_model  # noqa: E402
-from tests.support.hf_models import GOOD, assert_untouched, checkpointing, gradients, loss, recorded, same, trained  # noqa: E402
+from tests.support.hf_models import (  # noqa: E402
+    GOOD,
+    assert_untouched,
+    checkpointing,
+    gradients,
+    loss,
+    of_family,
+    recorded,
+    same,
+    trained,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -122,6 +132,29 @@ def test_a_copy_of_a_block_is_refused(model: Any) -> None:
     layer.mlp = torch.nn.ModuleDict({"original_module": layer.mlp, "copy": tiny_model("qwen3_moe").model.layers[1].mlp})
     with pytest.raises(RouterError, match=r"Layer 1 of .* has two routers, model.layers.1.mlp.original_module.gate and .*copy.gate"):
         find_routers(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),
+        ("afmoe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8, "num_dense_layers": 1}),
+        ("gemma4_text", {"num_experts": 8, "top_k_experts": 2, "enable_moe_block": True, "moe_intermediate_size": 24, "head_dim": 8}),
+    ],
+)
+def test_routers_of_another_build_replay(family: str, config: dict[str, Any]) -> None:
+    """One that is called with a bias, one around a linear layer, one whose sizes have other names: self-replay changes no bit."""
+    relative = of_family(family, **config)
+    native = loss(relative)
+    native.backward()
+    expected = gradients(relative)
+
+    value, found = trained(relative, recorded(relative))
+
+    assert float(native.detach()) == value
+    assert same(expected, found)
+    assert value != trained(relative, recorded(relative).flip(0))[0]
+    assert_untouched(relative)
 
 
 class Copied(torch.nn.Module):  # type: ignore[misc]

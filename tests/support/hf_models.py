@@ -8,14 +8,41 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollproof.replay.hf import find_routers, hf_record, hf_replay
 
-__all__ = ["GOOD", "IDS", "ROWS", "assert_untouched", "checkpointing", "drift", "gradients", "loss", "recorded", "same", "spied", "trained"]
+__all__ = [
+    "GOOD",
+    "IDS",
+    "ROWS",
+    "assert_untouched",
+    "checkpointing",
+    "drift",
+    "gradients",
+    "loss",
+    "of_family",
+    "recorded",
+    "same",
+    "spied",
+    "trained",
+]
 
 IDS = torch.arange(3, 25).reshape(2, 11)
 ROWS = IDS.numel()
 GOOD = np.tile(np.array([[0, 1]]), (ROWS, 3, 1))
+
+
+def of_family(model_type: str, **config: Any) -> Any:
+    """A small model of any family of transformers, to be trained."""
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    made = AutoConfig.for_model(model_type, **sizes, num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, **config)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="eager")
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.25)
+    return model.train()
 
 
 def loss(model: Any, ids: Any = IDS) -> Any:
