@@ -165,3 +165,14 @@ def test_of_few_sequences_no_metric_passes(sequences: int) -> None:
     text = text_of(gap_lines(report))
     assert "PASS" not in text
     assert "more sequences are needed" in text
+
+
+def test_k3_of_few_tokens_is_told_to_be_known_badly() -> None:
+    """Below 16,000 tokens a note says how often the interval of k3 holds; not above, and not where the two sides are equal."""
+    rng = np.random.default_rng(0)
+    for sequences, factor, told in ((40, 1.0, True), (320, 1.0, False), (40, 0.0, False)):
+        rollout = -rng.exponential(0.4, 50 * sequences)
+        trainer = np.minimum(rollout + factor * 0.02 * rng.standard_normal(len(rollout)), 0)
+        ids = np.arange(len(rollout)) // 50
+        report = measure(rollout, trainer, sequence_id=ids, mask=np.ones(len(rollout)), resamples=100)
+        assert told == any(note.startswith("k3 of 2,000 tokens may be larger than its interval says") for note in report.notes)
