@@ -89,6 +89,8 @@ class SglangCall:
         for prompt in prompts:
             if not prompt:
                 raise BadRequest("input_ids cannot be empty.")
+            if self.logprobs and self.prompt_logprobs > len(prompt):
+                raise BadRequest(f"logprob_start_len={self.prompt_logprobs} is higher than the number of input tokens {len(prompt)}.")
             if len(prompt) >= backing.max_length:
                 raise BadRequest(
                     f"The input ({len(prompt)} tokens) is longer than the model's context length ({backing.max_length} tokens)."
