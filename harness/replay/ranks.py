@@ -229,11 +229,20 @@ def _heard(pipe: Connection) -> Said | None:
     return message if isinstance(message, Said) else None
 
 
+def _folder_of_socket() -> tempfile.TemporaryDirectory[str]:
+    """A new folder; below /tmp where the path of a socket in the usual place would be longer than systems take (104 bytes on macOS)."""
+    folder = tempfile.TemporaryDirectory(prefix="rollproof-ranks-")
+    if len(os.fsencode(folder.name)) + len("/socket") < 104:
+        return folder
+    folder.cleanup()
+    return tempfile.TemporaryDirectory(prefix="rollproof-ranks-", dir="/tmp")
+
+
 class _Nursery:
     """The process that imports and forks, as its parent sees it. It forks, kills and tells how a rank ended."""
 
     def __init__(self, preload: Sequence[str], limit_s: float, *, cuda: bool = False) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="rollproof-ranks-")
+        self._folder = _folder_of_socket()
         self.folder = Path(self._folder.name)
         self._listener = Listener(str(self.folder / "socket"), "AF_UNIX", authkey=(key := os.urandom(16)))
         self._runs = 0

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -135,6 +136,19 @@ def test_imports_go_on_while_nothing_is_run_yet() -> None:
 def test_all_groups_of_a_rank_share_one_device(ranks: Ranks) -> None:
     """Groups beyond the first add no thread that looks for messages."""
     assert [1, 1] == ranks.run("count loops", world_size=2)
+
+
+def test_a_long_path_of_temporary_files_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a socket is bounded: with a longer one ranks meet elsewhere, and leave nothing there."""
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with Ranks(summing) as ranks:
+        assert [3, 3] == ranks.run("add", world_size=2)
+        assert ranks._nursery is not None
+        elsewhere = ranks._nursery.folder
+        assert elsewhere.exists()
+    assert (False, []) == (elsewhere.exists(), list(folder.iterdir()))
 
 
 def test_a_task_must_be_importable() -> None:
