@@ -194,7 +194,7 @@ def _share_device() -> None:
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OnOneDevice  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = OnOneDevice
 
 
 if __name__ == "__main__":
