@@ -33,8 +33,8 @@ UNDRIVEN = """
 - Of prime-rl, its sink (which drops what is too stale), curriculum, and concurrency controller are not run, nor its vLLM server.
 - NeMo-RL's rollouts with NeMo-Gym speak to its servers, which are another repository; its TRT-LLM, Dynamo and Megatron generations start
   engines of their own. Read at 7ea279abf and not run: what they hand over goes through the same buffers and batches, which are judged.
-- ROLL's rollouts (`roll/distributed/scheduler`, read at 8eb27cc2) are Ray actors, a router and a cluster of workers around an engine. They
-  have no adapter yet."""
+- Of ROLL, its agentic pipelines, its replay buffer of prompts and its vLLM strategy were read at 8eb27cc2 and not run: the first keep a
+  loop of their own for each environment, the second counts prompts and not tokens, the third imports vLLM's classes to call them."""
 
 
 def stacks_page() -> Iterator[str]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FRAMEWORKS = (
-    "areal", "areno", "megatron", "miles", "nemo_automodel", "nemo_rl", "openrlhf", "prime_rl", "rlinf", "sglang", "skyrl", "slime", "trl",
-    "verifiers", "verl",
+    "areal", "areno", "megatron", "miles", "nemo_automodel", "nemo_rl", "openrlhf", "prime_rl", "rlinf", "roll", "sglang", "skyrl", "slime",
+    "trl", "verifiers", "verl",
 )  # fmt: skip
 """Packages whose name begins that of their scripts."""
 

@@ -43,6 +43,7 @@ STACKS: Mapping[str, str] = {
     "slime": "rollproof.stacks.slime",
     "areno": "rollproof.stacks.areno",
     "nemo-rl": "rollproof.stacks.nemo_rl",
+    "roll": "rollproof.stacks.roll",
     "miles": "rollproof.stacks.miles",
 }
 """Name of each stack, and the module with its ``RELEASE`` and ``load(found) -> Stack``."""

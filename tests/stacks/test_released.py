@@ -33,6 +33,7 @@ PARTS = {
     "verifiers": ("train-client",),
     "rlinf": ("sglang-worker",),
     "nemo-rl": ("single-controller", "async-grpo", "sglang-rollouts"),
+    "roll": ("rollout-loop",),
     "prime-rl": ("orchestrator",),
 }
 BATCHES = {
@@ -42,9 +43,10 @@ BATCHES = {
     "miles": ("rank-data",),
     "areno": ("merged-rollouts",),
     "nemo-rl": ("data-plane", "async-grpo-batch"),
+    "roll": ("output-batch",),
     "prime-rl": ("micro-batches",),
 }
-CHECKOUTS = {"slime": "ROLLPROOF_SLIME", "nemo-rl": "ROLLPROOF_NEMO_RL", "prime-rl": "ROLLPROOF_PRIME_RL"}
+CHECKOUTS = {"slime": "ROLLPROOF_SLIME", "nemo-rl": "ROLLPROOF_NEMO_RL", "prime-rl": "ROLLPROOF_PRIME_RL", "roll": "ROLLPROOF_ROLL"}
 _LOADED: dict[str, Stack] = {}
 
 

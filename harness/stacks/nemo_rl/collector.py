@@ -114,12 +114,12 @@ class CollectorSubject:
 
     async def update_weights(self, version: int | None) -> None:
         """As ``async_grpo_train`` does it after a step: each of these calls goes to an actor, and takes its time."""
-        step = self._fleet.case.engine.step
+        step, label = self._fleet.case.engine.step, self._transfer.meant(version)
         async with self._one_update:
             self._open.clear()
             self._tell("prepare_for_refit")
             await asyncio.sleep(step)
-            label = self._transfer.about(version)
+            self._transfer.label = label
             policy = SimpleNamespace(broadcast_weights_for_collective=lambda **_: [])
             with redirect_stderr(StringIO()):  # a worker prints the trace of a transfer that broke
                 self._nemo.grpo.refit_policy_generation(policy, self._generation, False)

@@ -65,10 +65,9 @@ class Transfer:
         self._fleet = fleet
         self.label: int = fleet.case.first_version
 
-    def about(self, version: int | None) -> int:
-        """Say which weights are meant; returns the label that they get."""
-        self.label = self._fleet.weights_of(None) if version is None else version
-        return self.label
+    def meant(self, version: int | None) -> int:
+        """The label of the weights of an update that is asked for now."""
+        return self._fleet.weights_of(None) if version is None else version
 
     def load(self, engine: FakeEngine) -> None:
         """What one engine receives, in no time."""
@@ -141,9 +140,11 @@ class ControllerSubject:
 
     async def update_weights(self, version: int | None) -> None:
         """``_sync_weights``, after the trainer's count went up; one after the other, as the train pump does them."""
+        label = self._transfer.meant(version)
         async with self._one_update:
+            self._transfer.label = label
             self._controller._trainer_version += 1
-            self._labels[self._controller._trainer_version] = self._transfer.about(version)
+            self._labels[self._controller._trainer_version] = label
             await self._controller._sync_weights()
 
     def to_record(self, native: Answer) -> Rollout:

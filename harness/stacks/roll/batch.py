@@ -1,0 +1,101 @@
+"""ROLL's way from engine outputs to the ranks, as a batch subject: ``postprocess_output_data``, ``DataProto.concat``, and its chunks."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.records import BatchRow, Rollout
+from rollproof.stacks.dialogue import PAD_ID
+from rollproof.stacks.roll.imported import Roll
+
+__all__ = ["OutputBatch"]
+
+_PROMPT, _SEQUENCE = 8, 32
+"""``prompt_length`` and ``sequence_length``, in tokens: every row is padded to them."""
+_RANKS = 2
+_EOS = 1
+
+
+class OutputBatch:
+    """Each sample is the one output of a request of its own; two ranks have a chunk each, after a journey by pickle."""
+
+    contract: Contract = Contract(
+        rows=Rows.ALL,
+        final_row=Filler.ZEROS,
+        resume=ResumeBy.CLIENT,
+        versions=Versions.NONE,
+        logprobs=Logprobs.RAW,
+        abort_surfaces=False,
+        kv_policy=KvPolicy.RECOMPUTE,
+        missing_logprobs=MissingLogprobs.NEVER,
+        loss_mask=False,
+        finish_reason=False,
+        layer_axis=LayerAxis.ALL,
+        num_layers=4,
+        moe_layers=(1, 2, 3),
+        num_experts=300,
+        top_k=3,
+        filler=Filler.ZEROS,
+        dtype="uint8|int16",
+        provenance=Provenance.LATEST_PREFILL,
+    )
+
+    def __init__(self, roll: Roll) -> None:
+        self._roll = roll
+
+    def collate(self, samples: list[Rollout]) -> Any:
+        """The chunks of both ranks, and the names of the samples."""
+        made = [self._output(sample, place) for place, sample in enumerate(samples)]
+        together = self._roll.protocol.DataProto.concat(made)
+        ranks = _RANKS if len(samples) % _RANKS == 0 else 1
+        chunks = [pickle.loads(pickle.dumps(chunk)) for chunk in together.chunk(chunks=ranks)]  # noqa: S301 - what was pickled just now
+        return chunks, [sample.request_id for sample in samples]
+
+    def rows(self, batch: Any) -> list[BatchRow]:
+        """One row a sample, in the order in which they were given."""
+        chunks, names = batch
+        found = {}
+        for chunk in chunks:
+            for i, place in enumerate(chunk.non_tensor_batch["place"]):
+                found[place] = _row({name: chunk.batch[name][i] for name in list(chunk.batch.keys())}, names[place])
+        return [found[place] for place in sorted(found)]
+
+    def _output(self, sample: Rollout, place: int) -> Any:
+        import torch
+
+        pad = _PROMPT - len(sample.prompt_ids)
+        mask = torch.tensor([[0] * pad + [1] * len(sample.prompt_ids)])
+        request = self._roll.protocol.DataProto.from_single_dict(
+            {
+                "input_ids": torch.tensor([[PAD_ID] * pad + list(sample.prompt_ids)]),
+                "attention_mask": mask,
+                "position_ids": torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0),
+                "place": np.array([place], dtype=object),
+            }
+        )
+        said: dict[str, Any] = {"output_token_ids": [list(sample.response_ids)], "eos_token_id": [_EOS, PAD_ID], "pad_token_id": PAD_ID}
+        if sample.logprobs is not None:
+            said["output_logprobs"] = [sample.logprobs.tolist()]
+        if sample.routes is not None:
+            # an engine returns T-1 rows
+            said["routed_experts"] = [torch.tensor(sample.routes[: len(sample.routes) - 1].astype(np.int32))]
+        data = self._roll.protocol.DataProto(meta_info=said)
+        return self._roll.loop.postprocess_output_data(request, data, _SEQUENCE)
+
+
+def _row(columns: dict[str, Any], name: str) -> BatchRow:
+    ids, mask = columns["input_ids"].numpy().copy(), columns["response_mask"].numpy().astype(np.int64)
+    logprobs, routes = columns.get("infer_logprobs"), columns.get("routed_experts")
+    values = None if logprobs is None else np.concatenate([[np.nan], logprobs.numpy().astype(np.float64)])
+    return BatchRow(
+        request_id=name,
+        token_ids=ids,
+        attention=columns["attention_mask"].numpy().astype(np.int64),
+        loss_mask=mask,
+        logprobs=None if values is None else np.where(mask == 1, values, np.nan),
+        routes=None if routes is None else routes.numpy().copy(),
+    )
