@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rollproof.fakes.engine import FakeEngine
     from rollproof.fakes.fleet import Fleet
 
-__all__ = ["LoopSubject"]
+__all__ = ["LoopSubject", "TokenizerManager"]
 
 _ROOM = 1024
 """``response_length`` for requests that state no limit, in tokens."""
@@ -189,7 +189,7 @@ class _Timer:
         yield
 
 
-class _TokenizerManager:
+class TokenizerManager:
     """SGLang's ``TokenizerManager`` over an engine of the fleet."""
 
     def __init__(self, engine: FakeEngine) -> None:
@@ -222,12 +222,12 @@ class _TokenizerManager:
 
 
 def _meta(output: EngineOutput) -> dict[str, Any]:
-    import torch
-
     meta: dict[str, Any] = {"finish_reason": {"type": str(output.finish_reason)}}
     if output.logprobs is not None:
         meta["output_token_logprobs"] = [(float(p), t, None) for p, t in zip(output.logprobs, output.token_ids, strict=True)]
     if output.routes is not None:
+        import torch
+
         meta["routed_experts"] = torch.tensor(output.routes.astype(np.int32))
     return meta
 
@@ -235,7 +235,7 @@ def _meta(output: EngineOutput) -> dict[str, Any]:
 def _worker(roll: Roll, fleet: Fleet, engine: FakeEngine) -> Any:
     """A worker behind a handle of Ray's, with ROLL's strategy for SGLang."""
     strategy = object.__new__(roll.strategy.SgLangStrategy)
-    strategy.model = SimpleNamespace(engine=SimpleNamespace(tokenizer_manager=_TokenizerManager(engine)))
+    strategy.model = SimpleNamespace(engine=SimpleNamespace(tokenizer_manager=TokenizerManager(engine)))
     strategy.enable_rollout_routing_replay = any(request.want_routes for request in fleet.case.requests)
     return SimpleNamespace(
         generate_request=SimpleNamespace(remote=strategy.generate_request), abort_requests=SimpleNamespace(remote=strategy.abort_requests)

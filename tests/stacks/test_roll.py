@@ -1,0 +1,67 @@
+"""What ROLL's adapter puts in place of SGLang's tokenizer manager; it needs no ROLL."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from rollproof import clock
+from rollproof.case import Case
+from rollproof.fakes.engine import FakeEngine
+from rollproof.fakes.fleet import Fleet
+from rollproof.records import Request
+from rollproof.stacks.roll.rollout import TokenizerManager
+from rollproof.trace import Recorder
+
+REQUEST = Request(request_id="r", prompt_ids=(2, 3, 4), max_tokens=5)
+
+
+def asked(rid: str) -> Any:
+    """What ROLL makes of a request, for SGLang."""
+    return SimpleNamespace(
+        input_ids=[2, 3, 4], rid=rid, sampling_params={"max_new_tokens": 5, "n": 1}, return_logprob=True, return_routed_experts=False
+    )
+
+
+def engine_of_a_fleet() -> FakeEngine:
+    """One server of its own."""
+    return Fleet(Case(flavour="sglang", requests=(REQUEST,), servers=1), Recorder(asyncio.get_running_loop().time)).servers["s0"]
+
+
+def test_an_answer_is_one_dictionary_of_sglang_s() -> None:
+    """Ids, a logprob and id for each of them, and the finish reason as a dictionary; no routes where none were asked for."""
+
+    async def played() -> list[dict[str, Any]]:
+        return [answer async for answer in TokenizerManager(engine_of_a_fleet()).generate_request(asked("q"), None)]
+
+    (answer,) = clock.run(played)
+    assert 5 == len(answer["output_ids"])
+    assert answer["output_ids"] == [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
+    assert {"type": "length"} == answer["meta_info"]["finish_reason"]
+    assert "routed_experts" not in answer["meta_info"]
+
+
+def test_an_abort_is_sent_and_ends_the_call_of_its_id() -> None:
+    """The caller waits for nothing; the call that has the id ends, another does not."""
+
+    async def played() -> list[str]:
+        manager = TokenizerManager(engine_of_a_fleet())
+        calls = [asyncio.ensure_future(anext(manager.generate_request(asked(rid), None))) for rid in ("a", "b")]
+        await asyncio.sleep(1.5)
+        manager.abort_request("a")
+        return [answer["meta_info"]["finish_reason"]["type"] for answer in await asyncio.gather(*calls)]
+
+    assert ["abort", "length"] == clock.run(played)
+
+
+def test_an_abort_to_a_dead_server_is_lost() -> None:
+    """As a message that nobody takes."""
+
+    async def played() -> None:
+        engine = engine_of_a_fleet()
+        engine.kill()
+        TokenizerManager(engine).abort_request("a")
+        await asyncio.sleep(1)
+
+    clock.run(played)
