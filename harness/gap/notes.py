@@ -51,11 +51,11 @@ def _of_the_tokens(pairs: TokenPairs) -> Iterator[str]:
             f"{counted(ahead, 'token', 'were')} sampled by a version that is newer than the current_version: one of the two columns"
             " is wrong."
         )
-    if few := few_sequences(pairs):
-        some = ", ".join(map(str, few[:6])) + (" ..." if len(few) > 6 else "")
+    if replicas := few_sequences(pairs):
+        some = ", ".join(map(str, replicas[:6])) + (" ..." if len(replicas) > 6 else "")
         yield (
-            f"{counted(len(few), 'replica')} sampled fewer than {FEW} sequences ({some}): of so few it cannot be told whether a replica is"
-            " stale."
+            f"{counted(len(replicas), 'replica')} sampled fewer than {FEW} sequences ({some}): of so few it cannot be told whether a"
+            " replica is stale."
         )
 
 

@@ -123,8 +123,8 @@ def logprob_shift(pairs: TokenPairs) -> Shift | None:
         hit = there & (here > _APART * count) & (BETTER * left < here)
         if count[hit].sum() > most:
             most = float(count[hit].sum())
-            means = {"here": float(here[hit].sum() / most), "left": float(left[hit].sum() / most)}
-            best = Shift(axis="token", step=step, **means, **blocks.place(hit, there))
+            mean = float(here[hit].sum() / most)
+            best = Shift(axis="token", step=step, here=mean, left=float(left[hit].sum() / most), **blocks.place(hit, there))
     return best
 
 
@@ -201,7 +201,8 @@ def _cells(blocks: _Blocks, tokens: IntArray, left: IntArray, right: IntArray) -
     """``(2, blocks, layers)``: slots that differ, as parts of a row, and rows that hold a selection on both sides."""
     common, whole = overlap(left, right)
     missed = np.where(whole, 1 - common / left.shape[2], 0.0)
-    return np.stack([np.stack([blocks.sums(tokens, part[:, i]) for i in range(part.shape[1])], axis=1) for part in (missed, whole)])
+    parts = (missed, whole.astype(np.float64))
+    return np.stack([np.stack([blocks.sums(tokens, part[:, i]) for i in range(part.shape[1])], axis=1) for part in parts])
 
 
 def _neighboured(owner: IntArray, step: int) -> IntArray:
