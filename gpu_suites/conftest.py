@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rollproof.errors import UsageError
+from rollproof.errors import RollproofError, UsageError
 from rollproof.gpu_suites.gate import GpuFindings, find_gpus, shared
+from rollproof.gpu_suites.given import check_given
 from rollproof.gpu_suites.hardware import MemoryWatch, described
 from rollproof.gpu_suites.needs import MARKERS, needs_of, unmet
 from rollproof.gpu_suites.reporting import RunReport
@@ -34,7 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only a full run has, unless it is named on the command line."""
+    """Leave out what only a full run has, unless it is named on the command line. Raises ``UsageError`` for options that name nothing."""
+    try:
+        check_given(config.stash[STATE].settings)
+    except RollproofError as error:
+        raise pytest.UsageError(str(error)) from error
     if config.stash[STATE].settings.full or any("::" in argument for argument in config.args):
         return
     out = [item for item in items if item.get_closest_marker("full")]

@@ -26,15 +26,15 @@ __all__ = ["INVARIANT", "Alone", "Mode", "alone_and_beside"]
 class Mode:
     """How an engine is asked for invariance: ``extra`` options and ``environment`` variables of its process.
 
-    ``open`` says what was seen of it that nobody understands yet: neither a fault of the engine nor one of ours until it is reproduced. Of
-    all probes ``open_calls`` differed then: more of them fail.
+    ``below``: where a step of the engine has so many tokens or more, a call may be answered otherwise, for the reason ``known``; where no
+    step has, it is not.
     """
 
     name: str
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    open: str = ""
-    open_calls: int = 0
+    below: int | None = None
+    known: str = ""
 
     def of(self, settings: EngineSettings) -> EngineSettings:
         """``settings`` in this mode."""
@@ -46,8 +46,9 @@ INVARIANT: Mapping[str, Mode] = MappingProxyType(
         "vllm": Mode(
             name="VLLM_BATCH_INVARIANT=1",
             environment={"VLLM_BATCH_INVARIANT": "1"},
-            open="vLLM 0.26, TRITON_ATTN, bfloat16: 2 of 8 calls differed in the mode on an H200, once; not reproduced by hand",
-            open_calls=2,
+            below=256,
+            known="vLLM 0.26 adds and normalises a row on up to 1024 threads, in a step of 256 tokens or more on 256, also in the mode"
+            " (`max_block_size` in csrc/libtorch_stable/layernorm_kernels.cu): sums of squares in another order",
         ),
         "sglang": Mode(name="enable_deterministic_inference", extra={"enable_deterministic_inference": True}),
     }

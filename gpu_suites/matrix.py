@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from rollproof.gpu_suites.rollouts import Sample, Unit, units_of
 from rollproof.gpu_suites.scorers import Routes, Scored, Scorer
 from rollproof.records import IntArray
 
-__all__ = ["CONTROLS", "OPEN", "Cell", "Routed", "measure_cell", "routed"]
+__all__ = ["CONTROLS", "Cell", "Routed", "measure_cell", "routed"]
 
 
 class Routed(StrEnum):
@@ -42,25 +41,14 @@ class Routed(StrEnum):
 CONTROLS: tuple[Routed, ...] = (Routed.SHIFTED_TOKEN, Routed.SHIFTED_LAYER, Routed.PERMUTED)
 
 
-OPEN: Mapping[tuple[str, str], tuple[float, str]] = MappingProxyType(
-    {
-        ("megatron", "float32"): (
-            1e-4,
-            "megatron-core 0.19.2 in float32 on an H200: the replay was up to 4.9e-5 from its recording, once; in bfloat16 it is exact",
-        ),
-    }
-)
-"""What was seen of a trainer in a dtype that nobody understands yet: its replay is not its recording to the last bit. With the bound
-above which it fails, in nats."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Cell:
     """One engine and one trainer on the same samples.
 
     ``effect`` compares R3, and the controls, with native routing, token by token. ``self_replay`` is the largest difference of a logprob
-    between a recording pass and its replay over the same microbatches: what is not replayed exactly, or not deterministic, shows in it
-    (``None``: the trainer records nothing that could be replayed). Of the ``seconds`` that it took, ``ours`` were not the trainer's.
+    between a recording pass and its replay over the same rows (``Scorer.repeated``): what is not replayed exactly, or not deterministic,
+    shows in it (``None``: the trainer records nothing that could be replayed). Of the ``seconds`` that it took, ``ours`` were not the
+    trainer's.
     """
 
     engine: str

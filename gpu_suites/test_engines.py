@@ -103,7 +103,10 @@ def test_load(engine: str, tmp_path: Path, rollproof_run: RunReport) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_call_is_answered_alike_alone_and_beside_others(engine: str, tmp_path: Path, rollproof_run: RunReport) -> None:
-    """In the engine's mode for it, to the last bit; and without the mode something differs on the same calls, else nothing was shown."""
+    """In the engine's mode for it, to the last bit; and without the mode something differs on the same calls, else nothing was shown.
+
+    Where the mode is known to keep its promise in small steps only, it is held to that.
+    """
     with rollproof_run.spending.on(Part.MODELS), few_threads():
         path = make_checkpoint(tmp_path / "A", "qwen3_moe", dtype="bfloat16", **SIZES["tiny"])
     prompts = prompts_of(64, vocab=SIZES["tiny"]["vocab_size"], longest=200)
@@ -120,6 +123,9 @@ def test_a_call_is_answered_alike_alone_and_beside_others(engine: str, tmp_path:
 
     with on_gpu(engine, "bfloat16", mode.environment):
         kept = asyncio.run(asked(mode.of(plain)))
+        small = kept
+        if kept.differing and mode.below:  # calls and their next tokens are one step
+            small = asyncio.run(asked(mode.of(replace(plain, prefill_chunk=mode.below - plain.max_batch))))
     with on_gpu(engine, "bfloat16"):
         free = asyncio.run(asked(plain))
     rollproof_run.note(
@@ -127,11 +133,12 @@ def test_a_call_is_answered_alike_alone_and_beside_others(engine: str, tmp_path:
         f" others; without it {free.probes - len(free.differing)}"
         + "".join(f"; call {number}: {what}" for number, what in kept.differing.items())
     )
-    if 0 < len(kept.differing) <= mode.open_calls:
-        pytest.xfail(mode.open)
-    assert {} == kept.differing
+    assert {} == small.differing
     if not free.differing:
         pytest.skip("without the mode nothing differed either: this model cannot show what the mode is for")
+    if kept.differing and mode.known:
+        pytest.xfail(mode.known)
+    assert {} == kept.differing
 
 
 @pytest.mark.full
@@ -161,7 +168,7 @@ def test_an_engine_that_breaks_while_it_starts(engine: str, how: str, tmp_path: 
 
     with on_gpu(engine, "bfloat16"), pytest.raises(EngineStartError, match="The end of its log") as told:
         asyncio.run(asyncio.wait_for(broken(), 120))
-    rollproof_run.note(f"{engine} whose processes are {how} while it starts: {str(told.value).partition(' The end of its log')[0]}")
+    rollproof_run.note(f"{engine} whose processes are {how} while it starts: {str(told.value).partition('The end of its log')[0].strip()}")
     assert watch is None or watch.missing() is None
 
 
@@ -191,7 +198,7 @@ def test_an_engine_that_breaks_in_the_middle(
 
     with on_gpu(engine, "bfloat16"), pytest.raises(error, match="The end of its log") as told:
         asyncio.run(asyncio.wait_for(broken(), 200))
-    rollproof_run.note(f"{engine} whose processes are {how} while it samples: {str(told.value).partition(' The end of its log')[0]}")
+    rollproof_run.note(f"{engine} whose processes are {how} while it samples: {str(told.value).partition('The end of its log')[0].strip()}")
     assert watch is None or watch.missing() is None
 
 

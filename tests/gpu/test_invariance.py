@@ -17,7 +17,7 @@ from rollproof import clock
 from rollproof.engines.asks import EngineSettings, Query, Watch
 from rollproof.errors import EngineError
 from rollproof.fakes.engine_subject import FakeEngineSubject
-from rollproof.gpu_suites.breaking import break_children
+from rollproof.gpu_suites.breaking import break_children, engine_host, engine_runs
 from rollproof.gpu_suites.invariance import INVARIANT, Alone, alone_and_beside
 from rollproof.gpu_suites.rollouts import prompts_of
 from rollproof.records import EngineOutput
@@ -75,6 +75,7 @@ def test_modes_of_engines() -> None:
     assert {"device": "cuda", "enable_deterministic_inference": True} == INVARIANT["sglang"].of(settings).extra
     assert settings == INVARIANT["vllm"].of(settings)
     assert {"VLLM_BATCH_INVARIANT": "1"} == INVARIANT["vllm"].environment
+    assert all((mode.below is None) == (mode.known == "") for mode in INVARIANT.values())
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes below another are found in /proc, which is Linux's")
@@ -92,6 +93,8 @@ def test_what_is_below_a_host_breaks_and_the_host_does_not(how: str, state: str)
         assert host.poll() is None
         assert state == _state(found[0])
         assert os.getpid() not in found
+        assert not engine_runs(host.pid)
+        assert engine_host("vllm") is None
     finally:
         break_children(host.pid, "killed")
         host.kill()

@@ -18,7 +18,8 @@ class Setup:
 
     ``reentrant`` is the kind of gradient checkpointing, ``late`` runs the backward pass after the replay context has closed, ``dtype``
     names a type of torch, ``parallel`` how the model is wrapped (``ranked.WRAPS``), and ``mixed`` lets FSDP2 compute in bfloat16.
-    ``compiled`` compiles the attention modules (``torch.compile``): those parts of a model that hold no router.
+    ``compiled`` compiles the attention modules (``torch.compile``): those parts of a model that hold no router. ``varlen`` has packed
+    samples attend by a kernel that is told where they begin (``varlen``), on a GPU, in bfloat16 or float16.
     ``device`` is ``"cpu"`` or ``"cuda"``: of several processes each takes the GPU of its rank. ``samples`` make a microbatch.
     """
 
@@ -32,6 +33,7 @@ class Setup:
     device: str = "cpu"
     samples: int = 2
     compiled: bool = False
+    varlen: bool = False
 
     @property
     def name(self) -> str:
@@ -44,6 +46,7 @@ class Setup:
             "mixed": self.mixed,
             self.device: self.device != "cpu",
             "compiled": self.compiled,
+            "varlen": self.varlen,
         }
         return ", ".join([self.family, self.layout, *(kind for kind, is_so in kinds.items() if is_so)])
 

@@ -24,6 +24,7 @@ from rollproof.replay.hf.inputs import Inputs, lay_out
 from rollproof.replay.hf.passes import hf_record, hf_replay
 from rollproof.replay.hf.routers import find_routers
 from rollproof.replay.hf.setups import Setup
+from rollproof.replay.hf.varlen import use_varlen
 from rollproof.replay.spy import Spy, UnsupportedStep, direction, sketch
 from rollproof.replay.terms import FreeRows, Installs, Recompute, ReplayMode
 
@@ -210,7 +211,7 @@ class HfTrainer:
         if self.setup.compiled:
             for layer in model.model.layers:
                 layer.self_attn.compile(dynamic=True)  # else a step of another shape makes other code, and other sums
-        return model
+        return use_varlen(model) if self.setup.varlen else model
 
     @property
     def device(self) -> str:
