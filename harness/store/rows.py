@@ -198,7 +198,8 @@ def _over(kind: Any, ends: Sequence[int], width: Any, data: Any) -> Any:
     """An Arrow array of texts or bytes that lie one after the other in ``data``: element i from ``ends[i]`` to ``ends[i + 1]``."""
     import pyarrow as pa
 
-    return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(np.array(ends, width)), pa.py_buffer(data)])
+    offsets: Any = np.array(ends, width)
+    return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
 def _binary(kind: Any, parts: list[bytes]) -> Any:
@@ -209,7 +210,8 @@ def _lists(kind: Any, ends: Sequence[int], values: Any) -> Any:
     """An Arrow array of lists over ``values``: list i from ``ends[i]`` to ``ends[i + 1]``."""
     import pyarrow as pa
 
-    return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(np.array(ends, np.int32))], children=[values])
+    offsets: Any = np.array(ends, np.int32)
+    return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(offsets)], children=[values])
 
 
 _SLOW = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False)
