@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ def _loop(query: Any, key: Any, value: Any, bounds: Any, _keys: Any, longest: in
     assert int((bounds[1:] - bounds[:-1]).max()) == longest
     assert options.get("window_size", (-1, 0)) == (-1, 0)
     out = torch.empty_like(query)
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds.tolist()):
         parts = (one[start:end].transpose(0, 1) for one in (query, key, value))
         out[start:end] = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(0, 1)
     return out
