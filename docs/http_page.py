@@ -84,7 +84,8 @@ the transcripts have `w0`.
   for `/wake_up`.
 - `temperature`, `top_p` and their like are checked and change nothing, stop strings and stop tokens are taken and never met: what a call
   samples follows from its prompt, the weights and `--seed` alone, so that the samples of `n > 1` are equal.
-- A request that is wrong has the status and the form that the real server gives it; an endpoint that is none is a 404."""
+- A request that is wrong has the status and the form that the real server gives it; an endpoint that is none is a 404.
+- `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them a stack tells of its samples ([doors](doors.md))."""
 
 
 def _server(name: str) -> str:
