@@ -73,6 +73,6 @@ def chosen_by(contract: Contract, step: Step, calls: Sequence[Routing], *, dropp
         places = frame.places(call)
         chosen[places[places >= 0], column] = call.experts[places >= 0]
         seen[places[places >= 0], column] = True
-    missing = ~seen.all(axis=1) if dropped else np.asarray((chosen < 0).any(axis=(1, 2)))
+    missing = np.asarray(~seen.all(axis=1) if dropped else (chosen < 0).any(axis=(1, 2)))
     missing[frame.finals] = False
     return None if missing.any() else chosen
