@@ -43,13 +43,12 @@ class AsyncLLM:
         self._engine, self._routes, self._loads = engine, routes, loads
 
     async def generate(self, *, prompt: Mapping[str, Any], sampling_params: Any, request_id: str) -> AsyncIterator[Any]:
-        """One ``RequestOutput``, the final one."""
+        """One ``RequestOutput``, the final one. ``request_id`` is drawn, and nobody aborts by it: a trace goes without."""
         sampling = dict(vars(sampling_params))
         limit, wanted = sampling.pop("max_tokens"), sampling.pop("logprobs")
         output = await self._engine.generate(
             prompt_ids=prompt["prompt_token_ids"],
             max_tokens=limit,
-            request_id=request_id,
             sampling=sampling,
             want_logprobs=wanted is not None,
             want_routes=self._routes,
