@@ -1,7 +1,8 @@
 """What a command takes: wall time, processor time, and the largest memory that it and all processes below it held at one time.
 
 ``python benchmarks/resident.py COMMAND ...`` runs it and prints one line. Memory is proportional (PSS: a page that forked ranks share
-counts once), read every two seconds from /proc; Linux alone.
+counts once), read every five seconds from /proc (reading takes
+processor time that is not counted: 33 s of eight minutes with six ranks, when it was every two); Linux alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def main(command: list[str]) -> int:
     with subprocess.Popen(command) as process:  # noqa: S603 - the command line's own
         while process.poll() is None:
             largest = max(largest, sum(map(_held, _below(process.pid))))
-            time.sleep(2)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(5)
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{time.monotonic() - start:.1f} s, {spent.ru_utime + spent.ru_stime:.1f} s of processor time, "
