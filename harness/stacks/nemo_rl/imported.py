@@ -105,8 +105,8 @@ class Ref:
     value: Any
 
     def __await__(self) -> Generator[None, None, Any]:
+        yield from ()  # what makes it a generator, and waits for nothing
         return self.value
-        yield  # what makes it a generator
 
 
 class RayCalls:

@@ -186,7 +186,9 @@ class _Tasks:
     def ended(self, task: asyncio.Task[None]) -> None:
         """The dispatcher ended: with an error, nobody need wait any more."""
         error = None if task.cancelled() else task.exception()
-        for waiting in self._waiting.values() if error is not None else ():
+        if error is None:
+            return
+        for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)
 
