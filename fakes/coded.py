@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.errors import CaseError, UsageError
+from rollproof.fakes.hashing import F1, F2, MASK, MIX, N_STEP, STEP, Hashes, finish, mixed, prefix_hashes
 from rollproof.records import IntArray, LogprobArray, Version
 
 if TYPE_CHECKING:
@@ -43,23 +44,15 @@ State: TypeAlias = "tuple[int, int]"
 """Opaque state of a sequence: its prefix hash and its length."""
 VersionSpan: TypeAlias = "tuple[int, int, Version]"
 """Positions ``start`` (inclusive) to ``stop`` (exclusive) belong to a version."""
-_Hashes: TypeAlias = "npt.NDArray[np.uint64]"
 
-_MASK = (1 << 64) - 1
-_STEP, _MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
-_F1, _F2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# the same for numpy, made once: making a numpy scalar costs as much as a pass over a short array
-_N_STEP, _N_MIX, _N_F1, _N_F2 = (np.uint64(number) for number in (_STEP, _MIX, _F1, _F2))
-_N_ONE, _N29, _N31, _N32, _N33, _N_LOW = (np.uint64(number) for number in (1, 29, 31, 32, 33, 0xFFFFFFFF))
+_N_ONE, _N32, _N_LOW = (np.uint64(number) for number in (1, 32, 0xFFFFFFFF))
 _TABLE_BITS = 14
 _TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
 _BLOCK_CELLS = 1 << 14
 """Cells computed at once: the scratch of a block and the table stay in the second-level cache."""
 _LOGPROB_SHIFT, _LOGPROB_UNIT = np.uint64(64 - 23), 2.0**-20
-_SHORT = 64
-"""Sequences of up to so many tokens are remembered."""
 _LIMITS: Mapping[str, tuple[int, int]] = {
-    "seed": (-(1 << 63), _MASK),
+    "seed": (-(1 << 63), MASK),
     "vocab": (2, 1 << 31),
     "num_layers": (1, 4096),
     "num_experts": (1, 1 << 20),
@@ -150,21 +143,21 @@ class CodedPolicy:
 
     def start_state(self, ids: Sequence[int]) -> State:
         """State of a sequence after ``ids``."""
-        return (int(_prefix_hashes(ids)[-1]) if len(ids) else 0, len(ids))
+        return (int(prefix_hashes(ids)[-1]) if len(ids) else 0, len(ids))
 
     def extend(self, state: State, token: int) -> State:
         """State after one more token; the same as ``start_state`` of the longer sequence."""
         total, position = state
-        z = (token + (position + 1) * _STEP) & _MASK
-        z = (z ^ z >> 31) * _MIX & _MASK
-        return ((total + (z ^ z >> 33)) & _MASK, position + 1)
+        z = (token + (position + 1) * STEP) & MASK
+        z = (z ^ z >> 31) * MIX & MASK
+        return ((total + (z ^ z >> 33)) & MASK, position + 1)
 
     def next_token(self, version: Version, state: State) -> int:
         """The token that ``version`` samples after the sequence: the first of its choices, in about half a microsecond."""
         keys = self._keys.get(version) or self._keys_of(version)
-        z = (state[0] + keys[0]) & _MASK
-        z = (z ^ z >> 32) * _F1 & _MASK
-        z = (z ^ z >> 29) * _F2 & _MASK
+        z = (state[0] + keys[0]) & MASK
+        z = (z ^ z >> 32) * F1 & MASK
+        z = (z ^ z >> 29) * F2 & MASK
         z ^= z >> 32
         if self.eos_every is not None and (z >> 32) % self.eos_every == 0:
             return self.eos_id
@@ -178,9 +171,9 @@ class CodedPolicy:
         total, position = state
         tokens = []
         for _ in range(count):
-            z = (total + key) & _MASK
-            z = (z ^ z >> 32) * _F1 & _MASK
-            z = (z ^ z >> 29) * _F2 & _MASK
+            z = (total + key) & MASK
+            z = (z ^ z >> 32) * F1 & MASK
+            z = (z ^ z >> 29) * F2 & MASK
             z ^= z >> 32
             if eos_every is not None and (z >> 32) % eos_every == 0:
                 token = eos_id
@@ -189,9 +182,9 @@ class CodedPolicy:
                 token += token >= eos_id
             tokens.append(token)
             position += 1
-            z = (token + position * _STEP) & _MASK
-            z = (z ^ z >> 31) * _MIX & _MASK
-            total = (total + (z ^ z >> 33)) & _MASK
+            z = (token + position * STEP) & MASK
+            z = (z ^ z >> 31) * MIX & MASK
+            total = (total + (z ^ z >> 33)) & MASK
         return tokens, (total, position)
 
     def draw_many(self, version: Version, states: Sequence[State], count: int) -> list[tuple[list[int], State]]:
@@ -200,19 +193,19 @@ class CodedPolicy:
         total, position = (np.array(numbers, dtype=np.uint64) for numbers in zip(*states, strict=True))
         tokens = np.empty((count, len(states)), dtype=np.uint64)
         for token in tokens:
-            z = _finish(total + key)
+            z = finish(total + key)
             np.remainder(z & _N_LOW, rest, out=token)
             token += token >= eos_id
             if self.eos_every is not None:
                 token[(z >> _N32) % np.uint64(self.eos_every) == 0] = eos_id
             position += _N_ONE
-            total += _mixed(token + position * _N_STEP)
+            total += mixed(token + position * N_STEP)
         return list(zip(tokens.T.tolist(), zip(total.tolist(), position.tolist(), strict=True), strict=True))
 
     def choices(self, version: Version, ids: Sequence[int], start: int = 0) -> npt.NDArray[np.int64]:
         """``next_token`` after each ``ids[:i]`` for ``i >= start``, at once: ``(len(ids) - start,)``."""
-        before = np.concatenate([np.zeros(1, dtype=np.uint64), _prefix_hashes(ids)])[start : len(ids)]
-        z = _finish(before + np.uint64(self._keys_of(version)[0]))
+        before = np.concatenate([np.zeros(1, dtype=np.uint64), prefix_hashes(ids)])[start : len(ids)]
+        z = finish(before + np.uint64(self._keys_of(version)[0]))
         token = ((z & _N_LOW) % np.uint64(self.vocab - 1)).astype(np.int64)
         token += token >= self.eos_id
         if self.eos_every is not None:
@@ -241,11 +234,11 @@ class CodedPolicy:
         """
         return self.routes_of_hashes(self._drawn_by_span(spans, ids, start, stop, 2))
 
-    def route_hashes(self, version: Version, ids: Sequence[int]) -> _Hashes:
+    def route_hashes(self, version: Version, ids: Sequence[int]) -> Hashes:
         """``(len(ids),)``: what ``routes_of_hashes`` expands, one number a row; equal rows have equal hashes."""
         return self._drawn(version, ids, 0, 2)
 
-    def routes_of_hashes(self, hashes: _Hashes, layers: Sequence[int] | None = None) -> IntArray:
+    def routes_of_hashes(self, hashes: Hashes, layers: Sequence[int] | None = None) -> IntArray:
         """Expand row hashes into ``(len(hashes), len(layers), top_k)``; ``layers`` are all layers unless given."""
         width, columns, factors = _columns(self.num_layers, self.moe_layers, None if layers is None else tuple(layers))
         full = len(columns) == width
@@ -265,21 +258,21 @@ class CodedPolicy:
                 out[low : low + len(part), columns] = table[lines.view(np.int64)]
         return out.view(self.dtype).reshape(len(hashes), width, self.top_k)
 
-    def _drawn(self, version: Version, ids: Sequence[int], start: int, what: int) -> _Hashes:
+    def _drawn(self, version: Version, ids: Sequence[int], start: int, what: int) -> Hashes:
         """``(len(ids) - start,)``: what ``version`` draws at each position; ``what`` is 0 tokens, 1 logprobs, 2 routes."""
         if not 0 <= start <= len(ids):
             raise UsageError(f"Position {start} does not lie in a sequence of {len(ids)} tokens.")
-        return _finish(_prefix_hashes(ids)[start:] + np.uint64(self._keys_of(version)[what]))
+        return finish(prefix_hashes(ids)[start:] + np.uint64(self._keys_of(version)[what]))
 
-    def _drawn_by_span(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int, what: int) -> _Hashes:
+    def _drawn_by_span(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int, what: int) -> Hashes:
         """``(stop - start,)``: as ``_drawn``, each position under the version whose span holds it."""
         if not 0 <= start <= stop <= len(ids):
             raise UsageError(f"Positions {start} to {stop} do not lie in a sequence of {len(ids)} tokens.")
         # an engine asks for all tokens and then for all rows, one fewer: the hashes of the longer are those of the shorter
-        prefix = _prefix_hashes(ids if len(ids) <= stop + 1 else ids[:stop])[start:stop]
+        prefix = prefix_hashes(ids if len(ids) <= stop + 1 else ids[:stop])[start:stop]
         spans = list(spans)
         if len(spans) == 1 and spans[0][0] <= start and stop <= spans[0][1]:
-            return _finish(prefix + np.uint64(self._keys_of(spans[0][2])[what]))
+            return finish(prefix + np.uint64(self._keys_of(spans[0][2])[what]))
         keys = np.zeros(stop - start, dtype=np.uint64)
         covered = 0
         for low, high, version in spans:
@@ -289,7 +282,7 @@ class CodedPolicy:
                 covered += high - low
         if covered < stop - start:
             raise UsageError(f"The spans cover {covered} of the positions {start} to {stop}: every position needs a version.")
-        return _finish(prefix + keys)
+        return finish(prefix + keys)
 
     def _keys_of(self, version: Version) -> tuple[int, int, int]:
         """Keys of a version for tokens, logprobs and routes."""
@@ -331,57 +324,18 @@ def _within(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-def _prefix_hashes(ids: Sequence[int]) -> _Hashes:
-    """``(len(ids),)``: element i is the hash of ``ids[:i + 1]``."""
-    return _short_hashes(tuple(ids)) if len(ids) <= _SHORT else _hashes(ids)
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _short_hashes(ids: tuple[int, ...]) -> _Hashes:
-    """The same, read-only: a sequence is asked for by its logprobs and its routes, again when it is judged, and in many small cases."""
-    hashes = _hashes(ids)
-    hashes.setflags(write=False)
-    return hashes
-
-
-def _hashes(ids: Sequence[int]) -> _Hashes:
-    try:
-        z = np.array(ids, dtype=np.int64).view(np.uint64)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise UsageError(f"Token ids must be integers of 64 bits: {error}.") from error
-    return np.cumsum(_mixed(z + np.arange(1, len(ids) + 1, dtype=np.uint64) * _N_STEP), dtype=np.uint64)
-
-
-def _logprobs_of(drawn: _Hashes) -> LogprobArray:
+def _logprobs_of(drawn: Hashes) -> LogprobArray:
     return ((drawn >> _LOGPROB_SHIFT).astype(np.float64) + 1.0) * -_LOGPROB_UNIT
 
 
-def _mixed(z: _Hashes) -> _Hashes:
-    """What a token at its place adds to the prefix hash; in place."""
-    z ^= z >> _N31
-    z *= _N_MIX
-    z ^= z >> _N33
-    return z
-
-
-def _finish(z: _Hashes) -> _Hashes:
-    """Mix in place, so that every bit of the result depends on every bit of ``z``; returns ``z``."""
-    z ^= z >> _N32
-    z *= _N_F1
-    z ^= z >> _N29
-    z *= _N_F2
-    z ^= z >> _N32
-    return z
-
-
 @lru_cache(maxsize=256)
-def _columns(num_layers: int, moe_layers: tuple[int, ...], chosen: tuple[int, ...] | None) -> tuple[int, list[int], _Hashes]:
+def _columns(num_layers: int, moe_layers: tuple[int, ...], chosen: tuple[int, ...] | None) -> tuple[int, list[int], Hashes]:
     """Number of columns, those of MoE layers, and ``(moe columns,)`` odd random factors, one per global layer."""
     layers = range(num_layers) if chosen is None else chosen
     moe = frozenset(moe_layers)
     columns = [column for column, layer in enumerate(layers) if layer in moe]
-    seeds = np.array([layers[column] + 1 for column in columns], dtype=np.uint64) * _N_STEP
-    return len(layers), columns, _finish(seeds) | np.uint64(1)
+    seeds = np.array([layers[column] + 1 for column in columns], dtype=np.uint64) * N_STEP
+    return len(layers), columns, finish(seeds) | np.uint64(1)
 
 
 @lru_cache(maxsize=64)
@@ -398,8 +352,8 @@ def _cells(num_experts: int, top_k: int) -> npt.NDArray[Any]:
     out = np.empty((size, top_k), dtype=dtype)
     taken: list[npt.NDArray[Any]] = []
     for slot in range(top_k):
-        seeds = np.arange(slot * size + 1, (slot + 1) * size + 1, dtype=np.uint64) * _N_STEP
-        pick = (_finish(seeds) % np.uint64(num_experts - slot)).astype(narrow)
+        seeds = np.arange(slot * size + 1, (slot + 1) * size + 1, dtype=np.uint64) * N_STEP
+        pick = (finish(seeds) % np.uint64(num_experts - slot)).astype(narrow)
         for column in taken:
             pick += pick >= column
         out[:, slot] = pick

@@ -19,9 +19,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from rollproof.contract import Contract
 from rollproof.engine_terms import PauseMode, StreamMode
 from rollproof.event import Event
-from rollproof.records import BatchRow, EngineOutput, IntArray, LogprobArray, Request, Rollout, Scalar, Span, Version
+from rollproof.records import EngineOutput, IntArray, LogprobArray, Request, Rollout, Scalar, Span, Version
 from rollproof.replay.events import Install, Outcome, Residue, Routing, Step
 from rollproof.replay.laid import Laid
+from rollproof.training_events import Batch, Score, Train
 
 __all__ = [
     "EVENT_KINDS",
@@ -271,45 +272,6 @@ class Gauge(Event):
     name: str
     value: float
     phase: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Train(Event):
-    """Reserved: a trainer took requests into a step of weights ``version``."""
-
-    kind: ClassVar[str] = "train"
-    version: Version
-    request_ids: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Score(Event):
-    """Reserved: logprobs ``(response,)`` of a request's response under weights ``version``, by ``scorer``."""
-
-    kind: ClassVar[str] = "score"
-    request_id: str
-    version: Version
-    scorer: str
-    logprobs: LogprobArray
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Batch(Event):
-    """Finished samples were turned into rows of a training batch.
-
-    ``samples`` were given, in order, and ``rows`` came out; ``refused`` is the error (class and text) where the conversion
-    raised. ``name`` says what the samples were chosen for. ``defect`` says what is wrong with the sample ``defective``
-    (both ``""``: all are well-formed). ``changed`` names what the conversion changed in the samples that it was given.
-    """
-
-    kind: ClassVar[str] = "batch"
-    name: str
-    samples: tuple[Rollout, ...]
-    rows: tuple[BatchRow, ...] = ()
-    refused: str | None = None
-    defect: str = ""
-    defective: str = ""
-    changed: tuple[str, ...] = ()
 
 
 _KINDS = (

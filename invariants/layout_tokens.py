@@ -1,4 +1,4 @@
-"""Layout of tokens: final rows, padding, packing, alignment, resumed samples: each row beside its own token."""
+"""Layout of tokens: final rows, padding, packing, alignment: each row beside its own token."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Callable
 import numpy as np
 
 from rollproof.checks import Check, Collector
-from rollproof.contract import Provenance
 from rollproof.invariants.layout_calls import LayoutCall, compare_parts, compare_rows, layout_check
 from rollproof.invariants.wording import count, share
 from rollproof.records import IntArray
-from rollproof.replay.layouts.merging import joined_segments
 from rollproof.replay.layouts.packing import packed
 from rollproof.replay.layouts.padding import Fill, Side
 from rollproof.replay.layouts.sources import Source
@@ -369,46 +367,5 @@ def _rows_of_padding(one: LayoutCall) -> list[IntArray]:
     return list(event.out[0][~source.filled]) if len(event.out[0]) == len(source) else []
 
 
-@layout_check(
-    "layout.segments",
-    functions=("join",),
-    promise="The calls of a resumed sample give each position one row, by the weights that the contract declares.",
-    exercised_by="rows compared",
-)
-def _segments(one: LayoutCall, out: Collector) -> None:
-    from rollproof.replay.layouts.functions import FUNCTIONS
-
-    segments = FUNCTIONS["join"].arguments(one.call)["segments"]
-    goal, versions = joined_segments(segments, latest=one.layout.provenance is Provenance.LATEST_PREFILL)
-    rows = one.event.out[0]
-    out.exercised("rows compared", len(goal))
-    if len(rows) != len(goal):
-        out.finding(
-            "a resumed sample has other rows than positions",
-            expected=f"{len(goal)} rows, each position once",
-            observed=f"{len(rows)} rows from calls that returned {[len(segment.routes) for segment in segments]}",
-            where=one.where(),
-            hint="Each call returns the rows of the whole sequence so far: they are merged by position, not concatenated (verl#6029).",
-        )
-        return
-    wrong = np.flatnonzero((rows != goal).any(axis=(1, 2))) if rows.shape == goal.shape else np.arange(len(goal))
-    if len(wrong):
-        out.finding(
-            "rows of a resumed sample are another call's",
-            expected=f"position {int(wrong[0])} as the call of version {versions[int(wrong[0])]} routed it",
-            observed=f"another call's row at {share(len(wrong), len(goal), 'position')}",
-            where=one.where(position=int(wrong[0])),
-            hint="A call that resumes recomputes earlier positions under its own weights (verl#6046); the contract says whose rows count.",
-        )
-    elif len(one.event.out) > 1 and one.event.out[1].tolist() != versions:
-        out.finding(
-            "the versions of rows are wrong",
-            expected=str(versions),
-            observed=str(one.event.out[1].tolist()),
-            where=one.where(),
-            hint="The version of row p is that of the weights whose forward pass made it.",
-        )
-
-
-CHECKS: tuple[Check, ...] = (_final_row, _no_shift, _padding, _unpadding, _packing, _alignment, _padding_rows, _segments)
+CHECKS: tuple[Check, ...] = (_final_row, _no_shift, _padding, _unpadding, _packing, _alignment, _padding_rows)
 """Checks of rows beside tokens."""

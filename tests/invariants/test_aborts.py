@@ -10,14 +10,7 @@ from rollproof.checks import Verdict
 from rollproof.judge import judge
 from rollproof.records import FinishReason, Span
 from rollproof.trace import PauseMode
-from tests.support.telling import REGISTRY, Teller, finds, passes, unknown
-
-
-def _open(**story: object) -> Teller:
-    """Request r0, open."""
-    teller = Teller(**story)  # type: ignore[arg-type]
-    teller.submit()
-    return teller
+from tests.support.telling import REGISTRY, Teller, finds, opened, passes, unknown
 
 
 class TestHitsTarget:
@@ -120,7 +113,7 @@ class TestKeepsTokens:
     @pytest.mark.parametrize("at", ["pause", "weights", "resume", "truth"])
     def test_lost_tokens_are_found(self, at: str) -> None:
         """An abort in the waiting queue dropped them (sglang #11673)."""
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         if at == "pause":
             teller.pause(PauseMode.RETRACT, progress={call: 3})
@@ -134,20 +127,20 @@ class TestKeepsTokens:
 
     def test_all_tokens_and_later_ones_pass(self) -> None:
         """It may have gone on before it was aborted."""
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         teller.pause(PauseMode.KEEP, progress={call: 1}).resume().reply(call, (3, 4), reason="abort")
         passes(self.ID, teller, aborted_calls_with_known_progress=1)
 
     def test_natural_ends_are_not_judged(self) -> None:
         """An engine may trim a stop string off."""
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         unknown(self.ID, teller.pause(PauseMode.KEEP, progress={call: 3}).reply(call, (3,), reason="stop"), "not exercised")
 
     def test_unknown_progress_is_no_verdict(self) -> None:
         """A real engine that tells nothing but its reply."""
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         unknown(self.ID, teller.reply(call, (3,), reason="abort", true_tokens=None), "not exercised")
 
@@ -159,21 +152,21 @@ class TestAbortEnds:
 
     def test_a_call_that_never_answers_is_found(self) -> None:
         """Its caller waits for ever (tpu-inference #3362)."""
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         finding = finds(self.ID, teller.abort(call, wanted="r0").result(event={"hung": True}))
         assert "a reply to call 1, which the abort of 'r0' at event 3 hit" == finding.expected
 
     def test_an_answer_passes(self) -> None:
         """Also a natural one: the abort came too late."""
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         passes(self.ID, teller.abort(call).reply(call, (3, 4, 5, 6)), calls_aborted=1)
 
     def test_a_paused_or_dead_server_and_a_lost_reply_excuse(self) -> None:
         """Something else keeps the answer."""
         for cause in ("pause", "death", "lost"):
-            teller = _open()
+            teller = opened()
             call = teller.call((1, 2))
             teller.abort(call)
             if cause == "pause":
@@ -184,7 +177,7 @@ class TestAbortEnds:
 
     def test_a_trace_that_may_have_been_cut_is_not_judged(self) -> None:
         """The answer may have come after the last event."""
-        teller = _open(driven=False)
+        teller = opened(driven=False)
         unknown(self.ID, teller.abort(teller.call((1, 2))), "may have been cut there")
 
 
@@ -195,7 +188,7 @@ class TestNotSurfaced:
 
     def _aborted(self, tokens: tuple[int, ...] = (3,), reason: str = "abort", **story: object) -> Teller:
         """One call, aborted; the sample is handed over after it."""
-        teller = _open(**story)
+        teller = opened(**story)
         call = teller.call((1, 2))
         return teller.reply(call, tokens, reason="abort").result(tokens, finish_reason=FinishReason(reason))  # type: ignore[return-value]
 
@@ -213,7 +206,7 @@ class TestNotSurfaced:
 
     def test_a_resumed_sample_passes(self) -> None:
         """Whatever happened on the way."""
-        teller = _open()
+        teller = opened()
         first = teller.call((1, 2))
         teller.reply(first, (3,), reason="abort")
         second = teller.call((1, 2, 3), max_tokens=3)
@@ -222,10 +215,10 @@ class TestNotSurfaced:
     def test_an_abort_on_the_last_token_ends_nothing_early(self) -> None:
         """The budget is used up, and so is a sample of several grants or of several turns."""
         passes(self.ID, self._aborted((3, 4, 5, 6)))
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2), max_tokens=2)
         passes(self.ID, teller.reply(call, (3, 4), reason="abort").result((3, 4)))
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         teller.reply(call, (3,), reason="stop").observe(9)
         call = teller.call((1, 2, 3, 9), max_tokens=3)
@@ -242,11 +235,11 @@ class TestNotSurfaced:
     def test_the_loser_of_a_hedge_cuts_nothing_off(self) -> None:
         """Two calls ran at once; the sample is what the one brought that ended by itself, and the other was aborted for that."""
         for tokens in ((), (3,)):
-            teller = _open()
+            teller = opened()
             slow, fast = teller.call((1, 2)), teller.call((1, 2))
             teller.reply(fast, (3, 4, 5), reason="stop").reply(slow, tokens, reason="abort")
             passes(self.ID, teller.result((3, 4, 5)), samples_that_were_aborted=1)
-        teller = _open()
+        teller = opened()
         first = teller.call((1, 2))
         teller.reply(first, (3,), reason="length")
         again = teller.call((1, 2, 3))
@@ -254,7 +247,7 @@ class TestNotSurfaced:
 
     def test_another_failure_may_end_it(self) -> None:
         """The resume died with its server; handing over what there is, is an answer."""
-        teller = _open()
+        teller = opened()
         first = teller.call((1, 2))
         teller.reply(first, (3,), reason="abort")
         teller.call((1, 2, 3))
@@ -284,7 +277,7 @@ class TestPartialOff:
     ID = "lifecycle.partial-off-honoured"
 
     def _off(self, declared: str = "dropped", **story: object) -> tuple[Teller, int]:
-        teller = _open(**{"case": {"partial": False}, "partial_off": declared, **story})
+        teller = opened(**{"case": {"partial": False}, "partial_off": declared, **story})
         call = teller.call((1, 2))
         teller.reply(call, (3,), reason="abort")
         return teller, call
@@ -319,7 +312,7 @@ class TestPartialOff:
 
     def test_a_retry_before_the_first_token_is_no_resume(self) -> None:
         """Nothing was sampled, so nothing is mixed."""
-        teller = _open(case={"partial": False}, partial_off="dropped")
+        teller = opened(case={"partial": False}, partial_off="dropped")
         first = teller.call((1, 2))
         teller.reply(first, (), reason="abort")
         second = teller.call((1, 2))
@@ -327,7 +320,7 @@ class TestPartialOff:
 
     def test_an_abort_on_the_last_token_is_not_judged(self) -> None:
         """Whether it counts as aborted is a matter of taste."""
-        teller = _open(case={"partial": False}, partial_off="dropped")
+        teller = opened(case={"partial": False}, partial_off="dropped")
         call = teller.call((1, 2))
         unknown(self.ID, teller.reply(call, (3, 4, 5, 6), reason="abort").result((3, 4, 5, 6)), "not exercised")
 

@@ -8,14 +8,7 @@ from rollproof.checks import Registry, Verdict
 from rollproof.invariants import lifecycle, weights
 from rollproof.judge import judge
 from rollproof.trace import EVENT_KINDS
-from tests.support.telling import Teller, finds, passes, unknown
-
-
-def _open(**story: object) -> Teller:
-    """Request r0, open."""
-    teller = Teller(**story)  # type: ignore[arg-type]
-    teller.submit()
-    return teller
+from tests.support.telling import Teller, finds, opened, passes, unknown
 
 
 class TestEndsOnce:
@@ -25,38 +18,38 @@ class TestEndsOnce:
 
     def test_a_second_end_is_found(self) -> None:
         """A duplicated completion became a sample of its own."""
-        finding = finds(self.ID, _open().result((3,)).result((3,)))
+        finding = finds(self.ID, opened().result((3,)).result((3,)))
         assert ("a request ended twice", "a second result at event 2") == (finding.title, finding.observed)
 
     def test_an_end_of_nobodys_request_is_found(self) -> None:
         """A result that no submission explains."""
-        assert "a result of 'r9' at event 1" == finds(self.ID, _open().result((3,), request_id="r9").result((3,))).observed
+        assert "a result of 'r9' at event 1" == finds(self.ID, opened().result((3,), request_id="r9").result((3,))).observed
 
     def test_no_end_is_found(self) -> None:
         """The run ended, the request did not."""
-        finding = finds(self.ID, _open())
+        finding = finds(self.ID, opened())
         assert ("a request never ended", {"request": "r0", "index": 0}) == (finding.title, finding.where)
 
     def test_every_kind_of_end_counts(self) -> None:
         """A rollout, an error, a drop and a hang are ends; an id may be used again after one."""
-        teller = _open().result((3,)).submit().result(event={"error": "E"}).submit().result().submit().result(event={"hung": True})
+        teller = opened().result((3,)).submit().result(event={"error": "E"}).submit().result().submit().result(event={"hung": True})
         passes(self.ID, teller, requests_that_ended=4)
 
     def test_a_trace_that_was_cut_is_not_judged(self) -> None:
         """A killed writer leaves requests open."""
-        unknown(self.ID, _open(driven=False), "may have been cut there")
+        unknown(self.ID, opened(driven=False), "may have been cut there")
 
     def test_final_gauges_say_that_it_was_not_cut(self) -> None:
         """Whoever reads them at the end has seen the end."""
-        finds(self.ID, _open(driven=False).gauges())
+        finds(self.ID, opened(driven=False).gauges())
 
     def test_results_of_a_trace_that_began_late_are_not_judged(self) -> None:
         """Requests may have been submitted before somebody began to record."""
-        passes(self.ID, _open(driven=False).result((3,), request_id="r9").result((3,)))
+        passes(self.ID, opened(driven=False).result((3,), request_id="r9").result((3,)))
 
     def test_one_hang_does_not_make_two_findings(self) -> None:
         """What hangs is told by no-hang; the others cannot be known to have ended."""
-        unknown_or_pass = _open().submit("r1", (5, 6)).result((3,)).submit("r2", (7,)).result(request_id="r2", event={"hung": True})
+        unknown_or_pass = opened().submit("r1", (5, 6)).result((3,)).submit("r2", (7,)).result(request_id="r2", event={"hung": True})
         passes(self.ID, unknown_or_pass, requests_that_ended=2)
 
 
@@ -67,7 +60,7 @@ class TestNoHang:
 
     def test_it_tells_what_was_awaited(self) -> None:
         """The runner's words, and the fate of the last call."""
-        teller = _open()
+        teller = opened()
         teller.send()
         finding = finds(self.ID, teller.result(event={"hung": True, "error": "deadline; it awaits Lock.acquire"}))
         assert "deadline; it awaits Lock.acquire; its last call, 1 on s0, was not admitted" == finding.observed
@@ -77,7 +70,7 @@ class TestNoHang:
     )
     def test_the_last_call_is_described(self, state: str, words: str) -> None:
         """Where to look first."""
-        teller = _open()
+        teller = opened()
         if state != "none":
             call = teller.call((1, 2))
             if state == "answered":
@@ -86,7 +79,7 @@ class TestNoHang:
 
     def test_other_ends_pass(self) -> None:
         """An error is not a hang."""
-        passes(self.ID, _open().result(event={"error": "E"}), requests_that_ended=1)
+        passes(self.ID, opened().result(event={"error": "E"}), requests_that_ended=1)
 
 
 class TestNoErrorWithoutFault:
@@ -96,7 +89,7 @@ class TestNoErrorWithoutFault:
 
     def test_a_legal_reply_that_made_the_stack_raise_is_found(self) -> None:
         """An abort of zero tokens is one (verl #5936)."""
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         teller.reply(call, (), reason="abort").result(event={"error": "ValueError: not enough values to unpack"})
         finding = finds(self.ID, teller)
@@ -106,7 +99,7 @@ class TestNoErrorWithoutFault:
     @pytest.mark.parametrize("what", ["lost-reply", "late-reply", "duplicate-reply", "reject"])
     def test_a_fault_of_its_own_call_explains_an_error(self, what: str) -> None:
         """The request may give up; another one may not."""
-        teller = _open().submit("r1", (5, 6))
+        teller = opened().submit("r1", (5, 6))
         call = teller.call((1, 2))
         teller.fault(what, "s0", call).result(event={"error": "E"})
         passes(self.ID, teller)
@@ -115,7 +108,7 @@ class TestNoErrorWithoutFault:
     @pytest.mark.parametrize("what", ["death", "update-failure", "update-hung"])
     def test_a_fault_of_the_fleet_explains_errors(self, what: str) -> None:
         """No server left, weights that never came."""
-        passes(self.ID, _open().fault(what, "s1" if what == "death" else None).result(event={"error": "E"}))
+        passes(self.ID, opened().fault(what, "s1" if what == "death" else None).result(event={"error": "E"}))
 
     def test_a_server_that_is_down_explains_errors_of_later_requests(self) -> None:
         """Until it is revived."""
@@ -125,13 +118,13 @@ class TestNoErrorWithoutFault:
 
     def test_an_undelivered_reply_explains_an_error(self) -> None:
         """The caller was cancelled or cut off."""
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         passes(self.ID, teller.reply(call, (3,), delivered=False).result(event={"error": "E"}))
 
     def test_a_hang_is_not_an_error(self) -> None:
         """It has a check of its own."""
-        passes(self.ID, _open().result(event={"error": "deadline", "hung": True}))
+        passes(self.ID, opened().result(event={"error": "deadline", "hung": True}))
 
     def test_a_request_for_nothing_may_be_refused(self) -> None:
         """max_tokens=0 is the caller's mistake."""
@@ -146,84 +139,17 @@ class TestCountersReturn:
 
     def test_a_counter_that_leaks_is_found(self) -> None:
         """Raised on every path, lowered on some."""
-        finding = finds(self.ID, _open().result((3,)).gauges(0, 2, "in flight"))
+        finding = finds(self.ID, opened().result((3,)).gauges(0, 2, "in flight"))
         assert ("counter 'in flight' did not return to its start", "2 when every request had ended") == (finding.title, finding.observed)
 
     def test_counters_that_return_pass(self) -> None:
         """They may start anywhere."""
-        passes(self.ID, _open().gauges(3, 3, "a").gauges(0, 0, "b").result((3,)), counters=2)
+        passes(self.ID, opened().gauges(3, 3, "a").gauges(0, 0, "b").result((3,)), counters=2)
 
     def test_without_an_end_there_is_no_verdict(self) -> None:
         """A counter that was read once, and a run that hung."""
-        unknown(self.ID, _open().gauges(0, None), "counter 'in flight' has no value at the end")
-        unknown(self.ID, _open().gauges(0, 1).result(event={"hung": True}), "a request hangs")
-
-
-class TestSurvivesDeath:
-    """``lifecycle.survives-death``."""
-
-    ID = "lifecycle.survives-death"
-
-    def _hit(self, **story: object) -> Teller:
-        """Two tokens were delivered by an aborted call; the call that continues them dies with its server."""
-        teller = _open(**story)
-        call = teller.call((1, 2))
-        teller.reply(call, (3, 4), reason="abort")
-        teller.call((1, 2, 3, 4))
-        return teller.fault("death", "s0")
-
-    def test_tokens_that_are_not_sent_on_are_lost(self) -> None:
-        """What earlier calls had delivered belongs to the client."""
-        teller = self._hit()
-        teller.call((1, 2, 3), server="s1")
-        finding = finds(self.ID, teller)
-        assert "the next call sends the 4 tokens known before s0 died" == finding.expected
-        assert "call 3 sends 3 tokens, the first 3 of them as known" == finding.observed
-
-    def test_a_request_that_vanishes_is_found(self) -> None:
-        """Neither a rollout nor an error."""
-        assert "nothing was handed over" == finds(self.ID, self._hit().result()).observed
-
-    def test_going_on_or_giving_up_aloud_passes(self) -> None:
-        """Both are answers to a death."""
-        teller = self._hit()
-        call = teller.call((1, 2, 3, 4), server="s1")
-        passes(self.ID, teller.reply(call, (5, 6)).result((3, 4, 5, 6)), **{"requests_in_flight_at_a_server's_death": 1})
-        passes(self.ID, self._hit().result(event={"error": "ServerDied"}))
-
-    @pytest.mark.parametrize("resume", ["engine", "none"])
-    def test_a_client_that_does_not_resume_may_start_over(self, resume: str) -> None:
-        """It never promised to keep parts."""
-        teller = self._hit(resume=resume)
-        call = teller.call((1, 2), server="s1")
-        passes(self.ID, teller.reply(call, (3, 4, 5, 6)).result((3, 4, 5, 6)))
-
-    def test_a_declared_drop_after_it_had_gone_on_is_not_the_deaths(self) -> None:
-        """It was sent again, and aborted then."""
-        teller = self._hit(partial_off="dropped", case={"partial": False})
-        call = teller.call((1, 2, 3, 4), server="s1")
-        passes(self.ID, teller.reply(call, (5,), reason="abort").result())
-
-    @pytest.mark.parametrize("late", ["", "late-reply"])
-    def test_a_declared_drop_of_an_abort_that_overtook_the_death_is_not_the_deaths(self, late: str) -> None:
-        """The call was aborted before its server died, and its answer arrives after that: at the same instant, or late."""
-        teller = _open(partial_off="dropped", case={"partial": False})
-        call = teller.call((1, 2))
-        if late:
-            teller.fault(late, "s0", call)
-        teller.abort(call).fault("death", "s0").reply(call, (3,), reason="abort").result()
-        passes(self.ID, teller, **{"requests_in_flight_at_a_server's_death": 1})
-
-    def test_an_answer_that_was_lost_excuses_no_drop(self) -> None:
-        """Its caller never saw the abort that came after the death."""
-        teller = _open(partial_off="dropped", case={"partial": False})
-        call = teller.call((1, 2))
-        teller.abort(call).fault("death", "s0").reply(call, (3,), reason="abort", delivered=False).result()
-        assert "a request vanished when a server died" == finds(self.ID, teller).title
-
-    def test_a_death_elsewhere_hits_nobody(self) -> None:
-        """No call of the request was on that server."""
-        unknown(self.ID, _open().fault("death", "s1").result(), "not exercised")
+        unknown(self.ID, opened().gauges(0, None), "counter 'in flight' has no value at the end")
+        unknown(self.ID, opened().gauges(0, 1).result(event={"hung": True}), "a request hangs")
 
 
 class TestDrops:
@@ -232,7 +158,7 @@ class TestDrops:
     ID = "lifecycle.drops-only-as-declared"
 
     def _dropped(self, reason: str = "abort", **story: object) -> Teller:
-        teller = _open(**{"partial_off": "dropped", "case": {"partial": False}, **story})
+        teller = opened(**{"partial_off": "dropped", "case": {"partial": False}, **story})
         call = teller.call((1, 2))
         return teller.reply(call, (3,), reason=reason).result()  # type: ignore[return-value]
 
@@ -257,7 +183,7 @@ class TestDrops:
 
     def test_a_request_that_was_never_served_may_be_dropped_then(self) -> None:
         """The update began before its first reply."""
-        passes(self.ID, _open(partial_off="dropped", case={"partial": False}).result())
+        passes(self.ID, opened(partial_off="dropped", case={"partial": False}).result())
 
 
 class TestNoOrphans:
@@ -267,7 +193,7 @@ class TestNoOrphans:
 
     def _left(self) -> tuple[Teller, int]:
         """A call and its retry; the retry's reply ends the request."""
-        teller = _open()
+        teller = opened()
         first, second = teller.call((1, 2)), teller.call((1, 2), server="s1")
         teller.reply(second, (3, 4, 5, 6)).result((3, 4, 5, 6))
         return teller, first
@@ -296,7 +222,7 @@ class TestNoOrphans:
 
     def test_a_request_that_hangs_is_not_judged(self) -> None:
         """Its call is still wanted."""
-        teller = _open()
+        teller = opened()
         call = teller.call((1, 2))
         passes(self.ID, teller.result(event={"hung": True}).reply(call, (3, 4, 5, 6)))
 
@@ -308,19 +234,19 @@ class TestNoCallAfterEnd:
 
     def test_a_call_after_the_end_is_found(self) -> None:
         """A resume loop that outlives its request."""
-        teller = _open().result((3,))
+        teller = opened().result((3,))
         teller.call((1, 2, 3))
         assert "call 1 to s0 at event 2" == finds(self.ID, teller).observed
 
     def test_a_request_that_the_run_gave_up_has_not_ended(self) -> None:
         """It hung, polling: its stack goes on after the deadline."""
-        teller = _open().result(event={"hung": True})
+        teller = opened().result(event={"hung": True})
         teller.call((1, 2))
         unknown(self.ID, teller, "not exercised")
 
     def test_an_id_that_is_used_again_is_a_new_request(self) -> None:
         """The next epoch submits the same ids."""
-        teller = _open().result((3,)).submit()
+        teller = opened().result((3,)).submit()
         teller.call((1, 2))
         passes(self.ID, teller.result((3,)), requests_that_ended=2)
 
@@ -340,13 +266,13 @@ class TestNoEmptyGrant:
     @pytest.mark.parametrize("budget", [0, -1])
     def test_a_grant_of_nothing_is_found(self, budget: int) -> None:
         """The resume loop did not see that its budget was used up."""
-        teller = _open()
+        teller = opened()
         teller.send(max_tokens=budget)
         assert f"call 1 with max_tokens={budget}" == finds(self.ID, teller.result((3,))).observed
 
     def test_grants_of_something_pass(self) -> None:
         """No grant at all is no empty one, and a caller may ask for nothing."""
-        teller = _open()
+        teller = opened()
         teller.send(max_tokens=1)
         teller.send(max_tokens=None)
         passes(self.ID, teller.result((3,)), calls_with_a_budget=1)
@@ -362,7 +288,7 @@ class TestBoundedAttempts:
     ID = "lifecycle.bounded-attempts"
 
     def _attempts(self, count: int, wait: float) -> Teller:
-        teller = _open()
+        teller = opened()
         for _ in range(count):
             call = teller.send()
             teller.reply(call, (), reason="abort")

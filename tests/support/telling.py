@@ -61,6 +61,13 @@ class Teller(TraceBuilder):
         return self
 
 
+def opened(**story: Any) -> Teller:
+    """Request r0, open; ``story`` is what a ``Teller`` takes."""
+    teller = Teller(**story)
+    teller.submit()
+    return teller
+
+
 def check(check_id: str, trace: Trace | TraceBuilder, oracle: Oracle | None = None) -> CheckResult:
     """What one check says of a trace."""
     return judge(trace.trace() if isinstance(trace, TraceBuilder) else trace, default_registry().select([check_id]), oracle)[check_id]
