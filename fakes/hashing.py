@@ -19,11 +19,14 @@ __all__ = ["F1", "F2", "MASK", "MIX", "N_STEP", "STEP", "Hashes", "finish", "mix
 
 Hashes: TypeAlias = "npt.NDArray[np.uint64]"
 
-MASK = (1 << 64) - 1
-STEP, MIX = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
-F1, F2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+MASK: int = (1 << 64) - 1
+STEP: int = 0x9E3779B97F4A7C15
+MIX: int = 0xD6E8FEB86659FD93
+F1: int = 0xBF58476D1CE4E5B9
+F2: int = 0x94D049BB133111EB
 # the same for numpy, made once: making a numpy scalar costs as much as a pass over a short array
-N_STEP, _N_MIX, _N_F1, _N_F2 = (np.uint64(number) for number in (STEP, MIX, F1, F2))
+N_STEP: np.uint64 = np.uint64(STEP)
+_N_MIX, _N_F1, _N_F2 = (np.uint64(number) for number in (MIX, F1, F2))
 _N29, _N31, _N32, _N33 = (np.uint64(number) for number in (29, 31, 32, 33))
 _SHORT = 64
 """Sequences of up to so many tokens are remembered."""
