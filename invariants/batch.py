@@ -11,7 +11,7 @@ from rollproof.checks import Check, Collector
 from rollproof.contract import Contract, Logprobs
 from rollproof.invariants import batch_routes
 from rollproof.invariants.batch_rows import Conversion, Placed, batch_check
-from rollproof.invariants.route_words import plural, ranges
+from rollproof.invariants.wording import count, ranges
 from rollproof.records import FinishReason
 
 __all__ = ["CHECKS"]
@@ -34,7 +34,7 @@ def _accepts(batch: Conversion, out: Collector) -> None:
         lengths = ", ".join(f"{len(s.prompt_ids)}+{len(s.response_ids)}" for s in event.samples)
         out.finding(
             "a well-formed batch was refused",
-            expected=f"rows for {plural(len(event.samples), 'sample')} of {lengths} tokens",
+            expected=f"rows for {count(len(event.samples), 'sample')} of {lengths} tokens",
             observed=event.refused,
             where=batch.where(),
             hint="A conversion must be total over what rollouts hand over: samples without response tokens (verl #6675), read-only "
@@ -63,8 +63,8 @@ def _complete(batch: Conversion, out: Collector) -> None:
         if times > 1 or (times == 0 and sample.response_ids):
             out.finding(
                 "a sample was lost" if not times else "a sample became several rows",
-                expected=f"one row for each of {plural(len(wanted), 'sample')}",
-                observed=f"{plural(times, 'row')} for {sample.request_id}; the batch holds {came[:8]}",
+                expected=f"one row for each of {count(len(wanted), 'sample')}",
+                observed=f"{count(times, 'row')} for {sample.request_id}; the batch holds {came[:8]}",
                 where=batch.where(sample),
                 hint="Filters and splits must drop or copy a sample whole, and say so: a lost one shifts every list that is kept beside.",
             )
@@ -97,13 +97,13 @@ def _tokens(batch: Conversion, out: Collector) -> None:
         if whose is not None:
             observed = f"the tokens of {whose.request_id}"
         elif got == list(one.tokens[: len(got)]):
-            observed = f"the first {len(got)} of {plural(len(one.tokens), 'token')}"
+            observed = f"the first {len(got)} of {count(len(one.tokens), 'token')}"
         else:
             first = next((i for i, (a, b) in enumerate(zip(got, one.tokens, strict=False)) if a != b), min(len(got), len(one.tokens)))
-            observed = f"{plural(len(got), 'token')}, other ones from number {first} on: {got[first : first + 4]}"
+            observed = f"{count(len(got), 'token')}, other ones from number {first} on: {got[first : first + 4]}"
         out.finding(
             "a row holds other tokens than its sample",
-            expected=f"the {plural(len(one.tokens), 'token')} of {one.sample.request_id} where attention is 1",
+            expected=f"the {count(len(one.tokens), 'token')} of {one.sample.request_id} where attention is 1",
             observed=observed,
             where=batch.where(one.sample),
             hint="Padding side, attention mask and tokens must come from one place; rows must not be exchanged between samples.",
@@ -132,7 +132,7 @@ def _padding(batch: Conversion, out: Collector) -> None:
             out.finding(
                 "padding counts in the loss",
                 expected="loss mask 0 where attention is 0",
-                observed=f"loss mask 1 at {plural(len(bad), 'padded place')} ({ranges(bad.tolist())})",
+                observed=f"loss mask 1 at {count(len(bad), 'padded place')} ({ranges(bad.tolist())})",
                 where=batch.where(one.sample, position=int(bad[0])),
                 hint="The loss mask must be padded with 0 on the side on which the tokens are padded.",
             )
@@ -165,8 +165,8 @@ def _loss_mask(batch: Conversion, out: Collector) -> None:
             kind = "prompt or environment tokens" if len(surplus) else "trained tokens"
             out.finding(
                 f"the loss {what} {kind}",
-                expected=f"loss mask 1 at the {plural(int(wanted.sum()), 'trained token')} of {one.sample.request_id}, 0 elsewhere",
-                observed=f"it {what} {plural(len(bad), 'token')} (position {ranges(bad.tolist())})",
+                expected=f"loss mask 1 at the {count(int(wanted.sum()), 'trained token')} of {one.sample.request_id}, 0 elsewhere",
+                observed=f"it {what} {count(len(bad), 'token')} (position {ranges(bad.tolist())})",
                 where=batch.where(one.sample, position=int(bad[0])),
                 hint="The response mask is not the attention mask: tool and user tokens are attended and not trained "
                 "(verl #2543). Both must be shifted and padded alike.",
@@ -179,7 +179,7 @@ def _misfit(batch: Conversion, out: Collector, one: Placed, field: str) -> bool:
     if length is not None:
         out.finding(
             f"a {field} of another length than its row",
-            expected=f"{plural(len(one.row.token_ids), 'place')}",
+            expected=f"{count(len(one.row.token_ids), 'place')}",
             observed=f"{length}",
             where=batch.where(one.sample),
             hint="Per-token fields are padded, cut and stacked together or not at all.",
@@ -214,7 +214,7 @@ def _logprobs(batch: Conversion, out: Collector) -> None:
         if one.row.logprobs is None:
             out.finding(
                 "the logprobs of a sample are gone",
-                expected=f"{plural(len(given), 'logprob')}",
+                expected=f"{count(len(given), 'logprob')}",
                 observed="none",
                 where=batch.where(one.sample),
                 hint="A field that one sample lacks must not be dropped for all: pad it and mask it.",
@@ -250,7 +250,7 @@ def _report_logprob(
     out.finding(
         title,
         expected=f"{expected} at position {position}",
-        observed=f"{got:.6f}{cause}; so at {plural(len(bad), 'token')} of {len(given)}",
+        observed=f"{got:.6f}{cause}; so at {count(len(bad), 'token')} of {len(given)}",
         where=batch.where(one.sample, position=position),
         hint="0.0 is the logprob of certainty, not of absence. Cast to float32, not to bfloat16 (slime #245), and pad logprobs where the "
         "response is padded.",

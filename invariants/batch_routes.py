@@ -11,7 +11,8 @@ from rollproof.contract import Contract, Filler, Rows
 from rollproof.invariants.batch_rows import Conversion, Placed, Places, batch_check
 from rollproof.invariants.fold import Fold
 from rollproof.invariants.route_evidence import is_filler
-from rollproof.invariants.route_words import has_routes, plural, ranges
+from rollproof.invariants.route_words import has_routes
+from rollproof.invariants.wording import count, ranges
 from rollproof.records import BatchRow, IntArray
 from rollproof.trace import Batch
 
@@ -52,7 +53,7 @@ def _routes(batch: Conversion, out: Collector) -> None:
             if not batch.mixed:
                 out.finding(
                     "the routes of a sample are gone",
-                    expected=f"{plural(one.captured, 'captured row')}",
+                    expected=f"{count(one.captured, 'captured row')}",
                     observed="none",
                     where=batch.where(one.sample),
                     hint="The conversion must carry routed_experts like any per-token field (verl #5368, AReno #524).",
@@ -112,7 +113,7 @@ def _report_rows(batch: Conversion, out: Collector, one: Placed, want: IntArray,
     out.finding(
         "route rows do not stand at their tokens",
         expected=f"the row of token {first} at place {place}, where the token stands",
-        observed=f"{observed}; so for {len(bad)} of {plural(len(want), 'captured row')} (token {ranges(bad.tolist())})",
+        observed=f"{observed}; so for {len(bad)} of {count(len(want), 'captured row')} (token {ranges(bad.tolist())})",
         where=batch.where(one.sample, position=first),
         hint="Routes must be shifted by the same padding as the tokens, on the same side (slime #1052, #2175).",
     )
@@ -197,7 +198,7 @@ def _report_filler(batch: Conversion, out: Collector, one: Placed, row: IntArray
     out.finding(
         "a place without a capture is not the declared filler",
         expected=f"{contract.filler} filler, or rows marked as no capture",
-        observed=f"{shown} at {plural(len(bad), 'place')} ({ranges(bad)})",
+        observed=f"{shown} at {count(len(bad), 'place')} ({ranges(bad)})",
         where=batch.where(one.sample, position=bad[0]),
         hint="What stands there is replayed unless it is masked: declare the filler, or mark the rows (SkyRL: router_padding_mask).",
     )
@@ -249,7 +250,7 @@ def _report_gift(batch: Conversion, out: Collector, one: Placed, legal: Places) 
         out.finding(
             "a sample without routes was given some",
             expected="no routes, rows marked as none, or -1",
-            observed=f"{_told(batch.contract, one.row, legal)} for {plural(len(legal), 'token')} that no router chose",
+            observed=f"{_told(batch.contract, one.row, legal)} for {count(len(legal), 'token')} that no router chose",
             where=batch.where(one.sample),
             hint="A legal expert id is replayed: the sample is trained on routes that no model chose.",
         )
@@ -320,7 +321,7 @@ def _made_of_short_routes(one: Placed) -> str:
         return ""
     legal = _legal(one.contract, one.row, one.places[len(one.sample.routes) : len(one.tokens) - 1])
     return (
-        f"{_told(one.contract, one.row, legal)} stands at {plural(len(legal), 'token')} that have no row, and is replayed"
+        f"{_told(one.contract, one.row, legal)} stands at {count(len(legal), 'token')} that have no row, and is replayed"
         if len(legal)
         else ""
     )
@@ -332,16 +333,16 @@ def _made_of_field(one: Placed, field: str, given: int) -> str:
     if array is None:
         return ""
     if one.misfit(field) is not None:
-        return f"{given} went into the batch beside {plural(response, 'token')}"
+        return f"{given} went into the batch beside {count(response, 'token')}"
     if given > response:
-        return f"{given} were cut to {plural(response, 'token')}"
+        return f"{given} were cut to {count(response, 'token')}"
     if field == "loss_mask" or not one.sound:
-        return f"the mask of {given} was taken for {plural(response, 'token')}"
+        return f"the mask of {given} was taken for {count(response, 'token')}"
     rest = one.response_places[given:]
     masked = one.row.loss_mask is not None and one.misfit("loss_mask") is None
     counts = one.row.loss_mask[rest] != 0 if masked and one.row.loss_mask is not None else np.ones(len(rest), dtype=bool)
     filled = counts & ~np.isnan(array[rest])
-    return f"{array[rest][filled][0]:g} stands for {plural(int(filled.sum()), 'logprob')} that nobody returned" if filled.any() else ""
+    return f"{array[rest][filled][0]:g} stands for {count(int(filled.sum()), 'logprob')} that nobody returned" if filled.any() else ""
 
 
 CHECKS: tuple[Check, ...] = (_routes, _expert_ids, _filler, _mixed, _refuses)

@@ -12,7 +12,8 @@ from rollproof.checks import Check, Collector, trace_check
 from rollproof.contract import Contract, Rows, Versions
 from rollproof.engine_terms import EngineTerms, Refusal, ReplyKey, RoutesSwitch, StreamMode
 from rollproof.invariants.engine_evidence import NEAR_TIE, TOLERANCE, PerReply, captured_rows, moe_rows, readable
-from rollproof.invariants.route_words import has_routes, plural
+from rollproof.invariants.route_words import has_routes
+from rollproof.invariants.wording import count
 from rollproof.records import EngineOutput, FinishReason, IntArray
 from rollproof.trace import Call, Chunk, Reference, Reply, Weights
 
@@ -64,9 +65,9 @@ class _RowCount(_Served):
         if len(output.routes) != want:
             out.finding(
                 "a reply has another number of rows than tokens were forwarded",
-                expected=f"{plural(want, 'row')}: {len(call.prompt_ids)} prompt + {len(output.token_ids)} sampled tokens"
+                expected=f"{count(want, 'row')}: {len(call.prompt_ids)} prompt + {len(output.token_ids)} sampled tokens"
                 f"{'' if self.contract.rows is Rows.ALL else ' - 1'}{f' - {output.routes_start} (offset)' if output.routes_start else ''}",
-                observed=f"{plural(len(output.routes), 'row')}, in a reply that ended by {output.finish_reason}",
+                observed=f"{count(len(output.routes), 'row')}, in a reply that ended by {output.finish_reason}",
                 where={"call": reply.call_id, "server": call.server_id},
                 hint="Rows of a step that was thrown away were kept, or those of the last step were dropped: an abort between forward and "
                 "sampling, async scheduling (vLLM #39917), or an offset that the engine ignores.",
@@ -113,17 +114,17 @@ class _Spans(_Served):
     """Spans are contiguous from 0, differ from one to the next, and cover the tokens."""
 
     def look(self, call: Call, reply: Reply, out: Collector) -> None:
-        spans, count = reply.output.spans, len(reply.output.token_ids)
-        if not spans or not count:
+        spans, length = reply.output.spans, len(reply.output.token_ids)
+        if not spans or not length:
             return
         out.exercised("replies with spans")
         starts = [0, *(span.end for span in spans)]
-        broken = any(span.start != start for span, start in zip(spans, starts, strict=False)) or starts[-1] != count
+        broken = any(span.start != start for span, start in zip(spans, starts, strict=False)) or starts[-1] != length
         twice = any(a.version == b.version for a, b in pairwise(spans))
         if broken or twice or any(span.end <= span.start for span in spans):
             out.finding(
                 "version spans do not cover the tokens one after the other",
-                expected=f"spans from 0 to {count}, each beginning where the one before ends, under another version",
+                expected=f"spans from 0 to {length}, each beginning where the one before ends, under another version",
                 observed=", ".join(f"{span.version}: {span.start}-{span.end}" for span in spans),
                 where={"call": reply.call_id, "server": call.server_id},
                 hint="Spans are built from positions noted at updates: an update between two, a retraction, tokens cut at a stop.",
@@ -172,7 +173,7 @@ class _Stream(_Served):
             tokens = chunk.token_ids if call.stream is StreamMode.CUMULATIVE else tokens + chunk.token_ids
         ends = sum(chunk.finished for chunk in chunks)
         if tokens != reply.output.token_ids:
-            problem = problem or f"the chunks make {plural(len(tokens), 'token')}: {list(tokens[-4:])} at the end"
+            problem = problem or f"the chunks make {count(len(tokens), 'token')}: {list(tokens[-4:])} at the end"
         if ends != 1 or not chunks[-1].finished:
             problem = problem or f"{ends} chunks say that they are the last"
         if any(chunk.rows is not None for chunk in chunks[:-1]):
@@ -183,7 +184,7 @@ class _Stream(_Served):
         if problem:
             out.finding(
                 "the chunks of a stream do not make the reply",
-                expected=f"{plural(len(reply.output.token_ids), 'token')}, {list(reply.output.token_ids[-4:])} at the end, and {rows} rows"
+                expected=f"{count(len(reply.output.token_ids), 'token')}, {list(reply.output.token_ids[-4:])} at the end, and {rows} rows"
                 " on the last chunk",
                 observed=f"{problem} ({call.stream}, {len(chunks)} chunks, ended by {reply.output.finish_reason})",
                 where={"call": reply.call_id, "server": call.server_id},

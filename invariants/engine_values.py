@@ -10,7 +10,8 @@ import numpy as np
 from rollproof.checks import Check, Collector, trace_check
 from rollproof.contract import Contract, Logprobs
 from rollproof.invariants.engine_evidence import NEAR_TIE, TOLERANCE, Fit, Mask, PerReply, fit_of, moe_rows, readable
-from rollproof.invariants.route_words import has_routes, plural, ranges
+from rollproof.invariants.route_words import has_routes
+from rollproof.invariants.wording import count, ranges
 from rollproof.records import LogprobArray
 from rollproof.trace import Call, Reference, Reply, Weights
 
@@ -74,7 +75,7 @@ class _Routes(_Values):
             expected="nothing: no token was forwarded there"
             if want is None
             else f"experts {want[column].tolist()}, by weights {best.version}",
-            observed=f"experts {got[column].tolist()}; {plural(len(wrong), 'row')} of {len(good)} (position "
+            observed=f"experts {got[column].tolist()}; {count(len(wrong), 'row')} of {len(good)} (position "
             f"{ranges((wrong + output.routes_start).tolist())}) fit no weights that were served; here in {len(bad)} of {len(moe)} layers",
             where={"call": reply.call_id, "position": output.routes_start + first, "layer": moe[column], "server": call.server_id},
             hint="Rows of another token, layer or request: a slot read too late, a prefix whose rows were not kept with its KV "
@@ -100,7 +101,7 @@ class _Logprobs(_Values):
             out.finding(
                 "an engine's logprobs are not those of its weights",
                 expected=" or ".join(f"{value:.5f} by weights {version}" for version, value in wanted.items()) + f", within {TOLERANCE:g}",
-                observed=f"{reply.output.logprobs[first]:.5f}; so for {len(wrong)} of {plural(len(good), 'token')}"
+                observed=f"{reply.output.logprobs[first]:.5f}; so for {len(wrong)} of {count(len(good), 'token')}"
                 f" (token {ranges(wrong.tolist())})",
                 where={"call": reply.call_id, "index": first, "server": call.server_id},
                 hint="KV of other weights or of another sequence was read, or the value belongs to another token.",
@@ -125,7 +126,7 @@ class _Mode(_Values):
                 out.finding(
                     "logprobs are of another mode than the declared one",
                     expected=f"{declared} logprobs (the contract declares logprobs='{self.contract.logprobs}')",
-                    observed=f"{other} ones for all {plural(len(fit.tokens), 'token')} of a call at temperature {temperature}",
+                    observed=f"{other} ones for all {count(len(fit.tokens), 'token')} of a call at temperature {temperature}",
                     where={"call": reply.call_id, "server": call.server_id, "version": fit.version},
                     hint="A trainer that divides logits by the temperature needs the scaled ones, any other the raw ones: a mismatch "
                     "shows as an importance ratio far from 1 (trl #4159). vLLM: logprobs_mode; SGLang: SGLANG_RETURN_ORIGINAL_LOGPROB.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollproof.contract import Rows
-from rollproof.invariants.route_words import plural
+from rollproof.invariants.wording import count
 
 if TYPE_CHECKING:
     from rollproof.invariants.route_evidence import RouteEvidence
@@ -29,8 +29,8 @@ def wanted_rows(evidence: RouteEvidence) -> str:
     """The number of rows that the contract allows, in words."""
     counts = evidence.row_counts
     if evidence.contract.rows is Rows.CAPTURED_PREFIX:
-        return f"at most {plural(counts[-1], 'row')}"
-    text = plural(counts[-1], "row")
+        return f"at most {count(counts[-1], 'row')}"
+    text = count(counts[-1], "row")
     if evidence.contract.rows is Rows.FORWARDED and not evidence.cut:
         text += " (one per token but the last, which was sampled and never forwarded)"
     return f"{text} from position {evidence.start} on" if evidence.start else text
@@ -52,7 +52,7 @@ def count_story(view: RequestView, evidence: RouteEvidence) -> CountStory:
     where = {"position": evidence.start + min(rows, want)}
     if evidence.cut and rows == uncut_rows(view, evidence):
         return CountStory(
-            observed=f"{rows} rows: {plural(rows - want, 'token')} of the response were cut off, and their rows were not",
+            observed=f"{rows} rows: {count(rows - want, 'token')} of the response were cut off, and their rows were not",
             hint="Cut routed_experts where the response is cut. Same cause: verl #6027, #6089 (18057 rows for 17804 tokens), miles #1069.",
             where=where,
         )
@@ -147,7 +147,7 @@ def _partly(view: RequestView, evidence: RouteEvidence, arrays: Mapping[int, int
             hint="Keep the rows of the prompt too, or declare where row 0 stands (Rollout.routes_start).",
             where={"position": want - rows},
         )
-    change = f"{plural(want - rows, 'row')} missing" if rows < want else f"{plural(rows - want, 'row')} too many"
+    change = f"{count(want - rows, 'row')} missing" if rows < want else f"{count(rows - want, 'row')} too many"
     return CountStory(
         observed=f"{rows} rows: {change}", hint="Whatever is done to the tokens must be done to the rows in the same place.", where=where
     )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rollproof.contract import Contract
 from rollproof.invariants import route_evidence
 from rollproof.invariants.route_strays import groups, row_version
+from rollproof.invariants.wording import count, ranges
 
 if TYPE_CHECKING:
     from rollproof.invariants.route_strays import StrayGroup
     from rollproof.view import RequestView
 
-__all__ = ["amount", "attempt_words", "has_routes", "needs_rows", "plural", "ranges"]
+__all__ = ["amount", "attempt_words", "has_routes", "needs_rows"]
 
 
 def has_routes(contract: Contract) -> str | None:
@@ -28,24 +28,6 @@ def needs_rows(view: RequestView) -> str | None:
     return route_evidence.of(view).hindrance
 
 
-def plural(count: int, noun: str) -> str:
-    """``"1 row"``, ``"2 rows"``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def ranges(numbers: Iterable[int], most: int = 4) -> str:
-    """Ascending numbers as ranges: ``"0-6, 9"``; beyond ``most`` ranges the rest is counted."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs[:most])
-    rest = sum(high - low + 1 for low, high in runs[most:])
-    return f"{shown} and {rest} more" if rest else shown
-
-
 def amount(view: RequestView, group: StrayGroup) -> str:
     """How much of a sample is wrong: ``"3 of 9 rows (positions 2-4), in 3 of 48 layers"``."""
     evidence = route_evidence.of(view)
@@ -53,12 +35,12 @@ def amount(view: RequestView, group: StrayGroup) -> str:
     moe = len(view.contract.moe_columns)
     wrong = len(group.positions)
     unread = len(evidence.mismatched) - sum(len(one.positions) + len(one.others) for one in groups(view))
-    text = f"{wrong} of {plural(judged, 'row')} (position{'s' if wrong > 1 else ''} {ranges(group.positions.tolist())})"
+    text = f"{wrong} of {count(judged, 'row')} (position{'s' if wrong > 1 else ''} {ranges(group.positions.tolist())})"
     if group.layers < moe:
         text += f", in {group.layers} of {moe} MoE layers"
     if len(group.others):
-        text += f"; {plural(len(group.others), 'more row')} (position {ranges(group.others.tolist())}) of the same sample is wrong besides"
-    return f"{text}; {plural(unread, 'wrong row')} behind them not looked at" if unread else text
+        text += f"; {count(len(group.others), 'more row')} (position {ranges(group.others.tolist())}) of the same sample is wrong besides"
+    return f"{text}; {count(unread, 'wrong row')} behind them not looked at" if unread else text
 
 
 def attempt_words(view: RequestView, attempt: int, position: int) -> str:

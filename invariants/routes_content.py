@@ -11,7 +11,8 @@ from rollproof.contract import Contract, Filler, LayerAxis, Provenance, ResumeBy
 from rollproof.invariants import route_evidence
 from rollproof.invariants.route_evidence import BoolArray, is_filler
 from rollproof.invariants.route_strays import Stray, group_of
-from rollproof.invariants.route_words import amount, attempt_words, has_routes, needs_rows, plural, ranges
+from rollproof.invariants.route_words import amount, attempt_words, has_routes, needs_rows
+from rollproof.invariants.wording import count, ranges
 
 if TYPE_CHECKING:
     from rollproof.records import IntArray
@@ -247,7 +248,7 @@ def _wrong_filler(view: RequestView, out: Collector, kind: Filler | None, bad: l
     out.finding(
         "a row without a capture is not the declared filler",
         expected=expected,
-        observed=f"{shown} in {plural(len(bad), 'row')} (position{'s' if len(bad) > 1 else ''} {ranges(bad)})",
+        observed=f"{shown} in {count(len(bad), 'row')} (position{'s' if len(bad) > 1 else ''} {ranges(bad)})",
         where=view.where(position=bad[0]),
         hint=hint,
     )
@@ -324,9 +325,9 @@ def _report_dense(view: RequestView, out: Collector, low: int, cells: IntArray, 
     layers = [dense[i] for i in np.flatnonzero(alien.any(axis=0)).tolist()]
     out.finding(
         "the column of a dense layer holds what looks like a choice of experts",
-        expected=f"the engine's own value or a filler in {plural(len(dense), 'dense layer')} (layer {ranges(dense)})",
+        expected=f"the engine's own value or a filler in {count(len(dense), 'dense layer')} (layer {ranges(dense)})",
         observed=f"experts {cells[row, column].tolist()} at position {low + row} in layer {dense[column]}; so in "
-        f"{plural(int(alien.any(axis=1).sum()), 'row')} (layer {ranges(layers)})",
+        f"{count(int(alien.any(axis=1).sum()), 'row')} (layer {ranges(layers)})",
         where=view.where(position=low + row, layer=dense[column], segment=view.segment_of(low + row)),
         hint="A dense layer has no router: a buffer was not cleared, or columns were moved. A trainer that maps columns by their order "
         "replays them in the MoE layer behind (verl #5037).",

@@ -8,7 +8,8 @@ import numpy as np
 
 from rollproof.checks import Collector, request_check
 from rollproof.contract import Contract, KvPolicy, LayerAxis, Provenance
-from rollproof.invariants.route_words import has_routes, plural, ranges
+from rollproof.invariants.route_words import has_routes
+from rollproof.invariants.wording import count, ranges
 from rollproof.records import Span, Version
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _compare(view: RequestView, out: Collector, oracle: Oracle, attempt: Attempt
         row, column = (int(i) for i in np.argwhere(bad)[0])
         first = span.start + row
         observed = (
-            f"experts {got[row, column].tolist()}; wrong in {len(wrong)} of {plural(len(bad), 'row')} (position {ranges(wrong.tolist())}), "
+            f"experts {got[row, column].tolist()}; wrong in {len(wrong)} of {count(len(bad), 'row')} (position {ranges(wrong.tolist())}), "
             f"in {int(bad.sum(axis=1).max())} of {len(moe)} MoE layers"
         )
     out.finding(
@@ -122,7 +123,7 @@ def _immutable(view: RequestView, out: Collector) -> None:
             out.finding(
                 "rows of sampled tokens were computed anew",
                 expected=f"rows {low}-{high - 1} of version {token.version}, which sampled the tokens {low + 1}-{high}",
-                observed=f"rows of version {row.version}: {plural(high - low, 'row')} of {len(routes)}",
+                observed=f"rows of version {row.version}: {count(high - low, 'row')} of {len(routes)}",
                 where=view.where(call=attempt.call.call_id, position=low, version=row.version, server=attempt.call.server_id),
                 hint="A retract or preemption prefilled the sequence again and wrote over the rows, while the logprobs stayed: old "
                 "logprobs are paired with new routes. Same cause: miles #3277, SGLang #39633.",
@@ -165,7 +166,7 @@ def _prefix_cache(view: RequestView, out: Collector) -> None:
             out.finding(
                 "rows of older weights came out of a prefix cache",
                 expected=f"rows of version {loaded[-1].version}, in service when the call was admitted",
-                observed=f"rows {low}-{high - 1} of version {version}, of {plural(len(routes), 'row')}",
+                observed=f"rows {low}-{high - 1} of version {version}, of {count(len(routes), 'row')}",
                 where=view.where(call=attempt.call.call_id, position=low, version=version, server=attempt.admit.server_id),
                 hint="The prefix cache outlived the weights: flush it at the update, or key it by version (cache_salt). Rows and KV of "
                 "the old weights then serve the new ones. Same cause: NeMo-RL #4018, SkyRL #2246, miles #2782.",

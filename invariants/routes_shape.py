@@ -11,7 +11,8 @@ from rollproof.contract import Filler
 from rollproof.invariants import route_evidence
 from rollproof.invariants.route_counts import count_story, uncut_rows, wanted_rows
 from rollproof.invariants.route_strays import Stray, group_of
-from rollproof.invariants.route_words import amount, has_routes, plural
+from rollproof.invariants.route_words import amount, has_routes
+from rollproof.invariants.wording import count
 from rollproof.records import FinishReason
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def _rows(view: RequestView, out: Collector) -> None:
     story = count_story(view, evidence)
     prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
     out.finding(
-        f"{plural(evidence.rows, 'route row')} for a sample of {plural(evidence.total, 'token')}",
-        expected=f"{wanted_rows(evidence)} for {plural(prompt, 'prompt token')} and {plural(response, 'response token')}: "
+        f"{count(evidence.rows, 'route row')} for a sample of {count(evidence.total, 'token')}",
+        expected=f"{wanted_rows(evidence)} for {count(prompt, 'prompt token')} and {count(response, 'response token')}: "
         f"the contract declares rows='{view.contract.rows}'",
         observed=story.observed,
         where=view.where(**story.where),

@@ -13,7 +13,8 @@ from rollproof.invariants import route_evidence
 from rollproof.invariants.distinct import has_repeats, repeats
 from rollproof.invariants.route_evidence import BoolArray, RouteEvidence, is_filler
 from rollproof.invariants.route_strays import Stray, group_of
-from rollproof.invariants.route_words import has_routes, plural, ranges
+from rollproof.invariants.route_words import has_routes
+from rollproof.invariants.wording import count, ranges
 from rollproof.records import IntArray
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _report_cells(view: RequestView, out: Collector, low: int, rows: IntArray, b
     out.finding(
         title,
         expected=expected,
-        observed=f"experts {cell} at position {low + first}; so in {plural(len(wrong), 'row')} of {len(rows)} "
+        observed=f"experts {cell} at position {low + first}; so in {count(len(wrong), 'row')} of {len(rows)} "
         f"(position{'s' if len(wrong) > 1 else ''} {ranges(wrong.tolist())}), in {layers} of {len(moe)} MoE layers",
         where=view.where(position=low + first, layer=moe[column], segment=view.segment_of(low + first)),
         hint=_value_hint(view.contract, cell),

@@ -231,7 +231,7 @@ _FAULTS: list[tuple[Callable[[], Padder], str, str]] = [
     (_AttentionAsMask, "batch.loss-mask", "it counts at 3 tokens (position 0-2)"),
     (_TrainsPadding, "batch.padding", "loss mask 1 at 6 padded places (12-17)"),
     (_Wrong, "batch.tokens", "7 tokens, other ones from number 0 on: [0, 10, 11, 12]"),
-    (_Loses, "batch.complete", "0 rows for r"),
+    (_Loses, "batch.complete", "no rows for r"),
     (_Repeats, "batch.complete", "2 rows for r0; the batch holds ['r0', 'r0']"),
     (_Writes, "batch.input", "changed: loss_mask of r0"),
     (_RefusesReadOnly, "batch.accepts", "ValueError: assignment destination is read-only"),
