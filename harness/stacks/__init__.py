@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.errors import StackError, UsageError
-from rollproof.stacks.releases import Found, Release, checked_out, installed_version, requirements_file
+from rollproof.stacks.releases import Found, Release, changed_files, checked_out, imported_from, installed_version, requirements_file
 from rollproof.subjects import SubjectFactory
 
 __all__ = [
@@ -105,18 +105,24 @@ def load_stack(spec: str, *, checkout: str | Path | None = None, force: bool = F
     name, wanted = parse_spec(spec)
     module = importlib.import_module(STACKS[name])
     release: Release = module.RELEASE
+    wanted = None if wanted is None else release.known_as(wanted)
     if wanted is not None and wanted not in release.versions and not force:
         raise StackError(f"The adapters of {name} do not know version {wanted}: they know {', '.join(release.versions)}. {_MOVES} {_FORCE}")
     version, folder = _look(name, release, wanted, checkout)
     if wanted is not None and wanted != version:
-        raise StackError(f"{name}=={wanted} was asked for, but {version} is {_there(release)}. Run:\n  {release.install(wanted)}")
+        raise StackError(
+            f"{name}=={wanted} was asked for, but {version} is {_there(release)}{_because(release, folder)}. "
+            f"Run:\n  {release.install(wanted)}"
+        )
     if version not in release.versions and not force:
         raise StackError(
-            f"{name} {version} is {_there(release)}, and the adapters know only {', '.join(release.versions)}. {_MOVES} {_FORCE} "
-            f"Run:\n  {release.install()}"
+            f"{name} {version} is {_there(release)}{_because(release, folder)}, and the adapters know only {', '.join(release.versions)}. "
+            f"{_MOVES} {_FORCE} Run:\n  {release.install()}"
         )
     found = Found(version=version, line=version if version in release.versions else release.versions[-1], checkout=folder)
+    _refuse_another(name, release, folder)
     stack: Stack = module.load(found)
+    _refuse_another(name, release, folder)
     return replace(stack, found=found)
 
 
@@ -145,6 +151,22 @@ def _look(name: str, release: Release, wanted: str | None, checkout: str | Path 
     return checked_out(folder, release, name), folder.resolve()
 
 
+def _because(release: Release, folder: Path | None) -> str:
+    """What is known of a checkout that is no commit."""
+    changed = () if folder is None else changed_files(folder, release)
+    if not changed:
+        return ""
+    others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    return f" ({changed[0]}{others} {'are' if others else 'is'} not as the commit has it)"
+
+
+def _refuse_another(name: str, release: Release, folder: Path | None) -> None:
+    """Raise ``StackError`` where the framework was imported from elsewhere than ``folder``: that would be judged in its place."""
+    other = None if folder is None else imported_from(folder, release)
+    if other is not None:
+        raise StackError(f"{name} is imported from {other} already, not from {folder}: judge each checkout in a process of its own.")
+
+
 def _there(release: Release) -> str:
     return "installed" if release.repository is None else "checked out"
 
@@ -155,7 +177,7 @@ def parse_spec(spec: str) -> tuple[str, str | None]:
     if not name.replace("-", "_").isidentifier() or (operator and not version) or any(char in version for char in "<>=!~, "):
         raise UsageError(f"{spec!r} names no stack: write NAME or NAME==VERSION, with NAME among {sorted(STACKS)}.")
     if name not in STACKS:
-        near = difflib.get_close_matches(name, STACKS, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name.lower().replace("_", "-"), STACKS, n=1, cutoff=0.5)
         guess = f" Did you mean {near[0]!r}?" if near else ""
         raise UsageError(
             f"No stack is named {name!r}.{guess} Stacks: {sorted(STACKS)}. Code of your own is judged with `--subject module:factory`."

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from rollproof import stacks
 from rollproof.errors import StackError, UsageError
 from rollproof.stacks import STACKS, Found, Release, Stack, load_stack, parse_spec, release_of, requirements_file
-from rollproof.stacks.releases import checked_out
+from rollproof.stacks.releases import changed_files, checked_out
 from rollproof.stacks.verl.versions import RELEASE, VERSIONS, import_verl
 
 
@@ -105,6 +108,78 @@ def test_a_checkout_is_one_of_the_stack(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "slime" / "__init__.py").touch()
     assert "unversioned" == checked_out(tmp_path, SOURCE, "slime")
     assert "git clone https://x/slime slime && git -C slime checkout abc123" in SOURCE.install()
+
+
+def _git(folder: Path, *asked: str) -> str:
+    """What git says, as somebody, whatever repository surrounds it."""
+    who = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
+    return subprocess.run(["git", *who, *asked], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of a stack, with one commit and a file of a name that is not ASCII."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "here"
+    (folder / "slime").mkdir(parents=True)
+    for name in ("slime/__init__.py", "slime/more.py", "größe.py", "notes.md"):
+        (folder / name).write_text("x = 1\n", encoding="utf-8")
+    _git(folder, "init", "-q")
+    _git(folder, "add", ".")
+    _git(folder, "commit", "-q", "-m", "x")
+    return folder
+
+
+def test_the_version_of_a_checkout_is_its_commit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the table writes it, or its first nine digits; a repository that git's own variables name, as within a hook, is not asked."""
+    commit = _git(repository, "rev-parse", "HEAD")
+    monkeypatch.setenv("GIT_DIR", str(repository.parent / "nosuch"))
+    assert commit[:9] == checked_out(repository, SOURCE, "slime")
+    assert commit[:8] == checked_out(repository, replace(SOURCE, versions=(commit[:8],)), "slime")
+
+
+def test_a_checkout_with_other_code_than_its_commit_is_told(repository: Path) -> None:
+    """A Python file that differs counts, whatever the index says; a text that differs, a file that is gone and a new one do not."""
+    commit = _git(repository, "rev-parse", "HEAD")
+    (repository / "notes.md").write_text("other", encoding="utf-8")
+    (repository / "slime" / "more.py").unlink()
+    (repository / "slime" / "new.py").touch()
+    _git(repository, "rm", "-q", "--cached", "-r", ".")
+    assert () == changed_files(repository, SOURCE)
+    (repository / "slime" / "__init__.py").write_text("x = 2\n", encoding="utf-8")
+    assert ("slime/__init__.py",) == changed_files(repository, SOURCE)
+    assert f"{commit[:9]}+changed" == checked_out(repository, SOURCE, "slime")
+    (repository / "größe.py").write_text("x = 2\n", encoding="utf-8")
+    assert 2 == len(changed_files(repository, SOURCE))
+
+
+def test_changed_code_is_judged_where_that_is_forced(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not what the adapters know: the error names the file, and a forced run says so in its title."""
+    commit = _git(repository, "rev-parse", "HEAD")
+    source = replace(SOURCE, versions=(commit[:9],), package="slime/__init__.py")
+    monkeypatch.setattr("rollproof.stacks.slime.RELEASE", source)
+    monkeypatch.setattr("rollproof.stacks.slime.load", lambda found: Stack(name="slime", version=found.version, parts={}))
+    assert f"slime {commit[:9]}" == load_stack(f"slime=={commit}", checkout=repository).title
+    (repository / "slime" / "__init__.py").write_text("x = 2\n", encoding="utf-8")
+    with pytest.raises(StackError, match=r"changed is checked out \(slime/__init__\.py is not as the commit has it\), and the adapters"):
+        load_stack("slime", checkout=repository)
+    with pytest.raises(StackError, match=r"was asked for, but \w+\+changed is checked out \(slime/__init__\.py is not as"):
+        load_stack(f"slime=={commit[:7]}", checkout=repository)
+    assert f"slime {commit[:9]}+changed (untested, driven as {commit[:9]})" == load_stack("slime", checkout=repository, force=True).title
+
+
+def test_another_checkout_is_not_judged_in_the_place_of_one(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was imported stays imported: a second checkout of a stack in one process is refused."""
+    monkeypatch.setattr("rollproof.stacks.slime.RELEASE", replace(SOURCE, package="slime/__init__.py"))
+    monkeypatch.setattr("rollproof.stacks.slime.load", lambda found: Stack(name="slime", version=found.version, parts={}))
+    monkeypatch.setitem(sys.modules, "slime.__init__", ModuleType("slime"))
+    sys.modules["slime.__init__"].__file__ = str(repository / "slime" / "__init__.py")
+    load_stack("slime", checkout=repository, force=True)
+    other = shutil.copytree(repository, repository.parent / "other")
+    with pytest.raises(StackError, match=r"slime is imported from .*here.* already, not from .*other: judge each checkout in a process"):
+        load_stack("slime", checkout=other, force=True)
 
 
 def test_a_checkout_may_have_several_roots_and_need_a_package_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
