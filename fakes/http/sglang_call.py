@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollproof.fakes.http.backing import Backing, RoutesForm, Wanted
-from rollproof.fakes.http.bodies import BadRequest, Uncaught, dumped, field, text_of, token_ids, words_of
+from rollproof.fakes.http.bodies import BadRequest, dumped, field, text_of, token_ids, words_of
+from rollproof.fakes.http.sampling_rules import check_sglang
 from rollproof.fakes.http.wire import as_int32, compact
 from rollproof.records import EngineOutput, FinishReason, Version
 
@@ -20,115 +22,109 @@ UNLIMITED = 128
 """SGLang's own max_new_tokens where a request states none."""
 
 
-_SAMPLING = frozenset(
-    (
-        "max_new_tokens",
-        "stop",
-        "stop_token_ids",
-        "stop_regex",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-        "min_new_tokens",
-        "n",
-        "beam_width",
-        "json_schema",
-        "regex",
-        "ebnf",
-        "structural_tag",
-        "ignore_eos",
-        "skip_special_tokens",
-        "spaces_between_special_tokens",
-        "no_stop_trim",
-        "stream_interval",
-        "logit_bias",
-        "sampling_seed",
-        "custom_params",
-    )
-)
-"""The fields of SamplingParams of SGLang 0.5.21."""
-
-
-def _check(sampling: Mapping[str, Any]) -> None:
-    temperature, top_p = field(sampling, "temperature", (int, float), 1.0), field(sampling, "top_p", (int, float), 1.0)
-    if not 0.0 <= temperature < float("inf"):
-        raise BadRequest(f"temperature must be a non-negative finite number, got {temperature}.")
-    if not 0.0 < top_p <= 1.0:
-        raise BadRequest(f"top_p must be in (0, 1], got {top_p}.")
-
-
 class SglangCall:
-    """A request: its ``prompts``, and what holds for all of them. ``sampling`` is as SGLang names it. Raises ``BadRequest``."""
+    """A request: its ``prompts``, and what holds for each of them. ``sampling`` are their parameters, as SGLang names them.
+
+    Raises ``BadRequest``.
+    """
 
     def __init__(
-        self, body: Mapping[str, Any], prompts: Sequence[tuple[int, ...]], sampling: Mapping[str, Any], backing: Backing, *, listed: bool
+        self,
+        body: Mapping[str, Any],
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sequence[Mapping[str, Any]],
+        backing: Backing,
+        *,
+        listed: bool,
     ) -> None:
         self.prompts: Sequence[tuple[int, ...]] = prompts
-        self.max_tokens: int = field(sampling, "max_new_tokens", int, UNLIMITED)
-        samples = field(sampling, "n", int, 1)
+        samples = field(sampling[0], "n", int, 1)
         if not 1 <= samples <= 256:
             raise BadRequest(f"n must be 1 to 256, not {samples}.")
+        if any(field(one, "n", int, 1) != samples for one in sampling):
+            raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
         self.samples: int = samples
-        self.sampling: dict[str, Any] = {name: value for name, value in sampling.items() if name not in ("max_new_tokens", "n")}
         self.stream: bool = field(body, "stream", bool, False)
-        self.logprobs: bool = field(body, "return_logprob", bool, False)
-        self.routes: bool = field(body, "return_routed_experts", bool, False)
-        self.routes_start: int = field(body, "routed_experts_start_len", int, 0)
-        self.prompt_logprobs: int = field(body, "logprob_start_len", int, -1)
-        self.top: int = field(body, "top_logprobs_num", int, 0)
         self.listed: bool = listed or samples > 1
         self.rids: list[str] = _rids(body.get("rid"), len(prompts), samples, backing.new_id)
-        stray = sorted(set(self.sampling) - _SAMPLING)
-        if stray:  # SGLang passes them on to a constructor, whose TypeError it does not catch
-            raise Uncaught(f"sampling_params has {stray}")
-        _check(self.sampling)
-        for prompt in prompts:
-            if not prompt:
-                raise BadRequest("input_ids cannot be empty.")
-            if self.logprobs and self.prompt_logprobs > len(prompt):
-                raise BadRequest(f"logprob_start_len={self.prompt_logprobs} is higher than the number of input tokens {len(prompt)}.")
-            if len(prompt) >= backing.max_length:
-                raise BadRequest(
-                    f"The input ({len(prompt)} tokens) is longer than the model's context length ({backing.max_length} tokens)."
-                )
-            if len(prompt) + self.max_tokens > backing.max_length:
-                raise BadRequest(
-                    f"Requested token count exceeds the model's maximum context length of {backing.max_length} tokens: {len(prompt)} "
-                    f"tokens of input and {self.max_tokens} of completion."
-                )
+        each = len(prompts) if self.listed else None
+        self._wanted: list[Wanted] = [
+            Wanted(
+                prompt=prompt,
+                rid="",
+                max_tokens=field(one, "max_new_tokens", int, UNLIMITED),
+                sampling={name: value for name, value in one.items() if name not in ("max_new_tokens", "n")},
+                routes=field(body, "return_routed_experts", bool, False),
+                logprobs=logprobs,
+                routes_start=field(body, "routed_experts_start_len", int, 0),
+                prompt_logprobs=start,
+                top=top,
+            )
+            for prompt, one, logprobs, start, top in zip(
+                prompts,
+                sampling,
+                _of_each(body, "return_logprob", bool, False, each),
+                _of_each(body, "logprob_start_len", int, -1, each),
+                _of_each(body, "top_logprobs_num", int, 0, each),
+                strict=True,
+            )
+        ]
+        for one in sampling[:1] if all(one is sampling[0] for one in sampling) else sampling:
+            check_sglang(one)
+        for wanted in self._wanted:
+            _check_length(wanted, backing.max_length)
+
+    @property
+    def max_tokens(self) -> int:
+        """What each sample of the first prompt may have."""
+        return int(self._wanted[0].max_tokens or 0)
 
     @classmethod
     def read(cls, body: Mapping[str, Any], backing: Backing) -> SglangCall:
         """Read the body of ``/generate``: one prompt, or a list of them."""
         ids, text = body.get("input_ids"), body.get("text")
-        if (ids is None) == (text is None):
-            raise BadRequest("Either text, input_ids or input_embeds should be provided, and only one of them.")
-        sampling = field(body, "sampling_params", dict, {})
-        if text is not None:
+        if ids is None and text is None:
+            raise BadRequest("Either text, input_ids or input_embeds should be provided.")
+        if text is not None:  # where there are both SGLang takes the text
+            listed = isinstance(text, list)
             texts = [field({"text": one}, "text", str, "") for one in text] if isinstance(text, list) else [field(body, "text", str, "")]
-            return cls(body, [words_of(one, backing.vocab) for one in texts], sampling, backing, listed=isinstance(text, list))
-        if isinstance(ids, list) and ids and isinstance(ids[0], list):
-            return cls(body, [token_ids(one, "input_ids", backing.vocab) for one in ids], sampling, backing, listed=True)
-        return cls(body, [token_ids(ids, "input_ids", backing.vocab)], sampling, backing, listed=False)
+            prompts = [words_of(one, backing.vocab) for one in texts]
+        else:
+            listed = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+            prompts = [token_ids(one, "input_ids", backing.vocab) for one in (ids if listed else [ids])]
+        if not prompts:
+            raise BadRequest("input_ids cannot be empty.")
+        return cls(body, prompts, _of_each(body, "sampling_params", dict, {}, len(prompts) if listed else None), backing, listed=listed)
 
     def wanted(self) -> Iterator[Wanted]:
         """The engine calls, prompt by prompt and sample by sample."""
         for number, rid in enumerate(self.rids):
-            yield Wanted(
-                prompt=self.prompts[number // self.samples],
-                rid=rid,
-                max_tokens=self.max_tokens,
-                sampling=self.sampling,
-                routes=self.routes,
-                logprobs=self.logprobs,
-                routes_start=self.routes_start,
-                prompt_logprobs=self.prompt_logprobs,
-                top=self.top,
-            )
+            yield replace(self._wanted[number // self.samples], rid=rid)
+
+
+def _of_each(body: Mapping[str, Any], name: str, kind: type, default: Any, prompts: int | None) -> list[Any]:
+    """The value of ``name`` for each of several ``prompts``: one for all of them, or a list. ``None``: there is one prompt, and no list."""
+    value = body.get(name)
+    if prompts is None or not isinstance(value, list):
+        return [field(body, name, kind, default)] * (prompts or 1)
+    if len(value) != prompts:
+        raise BadRequest(f"The length of {name} must be that of the batch, {prompts}, not {len(value)}.")
+    return [field({name: one}, name, kind, default) for one in value]
+
+
+def _check_length(wanted: Wanted, most: int) -> None:
+    length = len(wanted.prompt)
+    if not length:
+        raise BadRequest("input_ids cannot be empty.")
+    if wanted.logprobs and wanted.prompt_logprobs > length:
+        raise BadRequest(f"logprob_start_len={wanted.prompt_logprobs} is higher than the number of input tokens {length}.")
+    if length >= most:
+        raise BadRequest(f"The input ({length} tokens) is longer than the model's context length ({most} tokens).")
+    if length + (wanted.max_tokens or 0) > most:
+        raise BadRequest(
+            f"Requested token count exceeds the model's maximum context length of {most} tokens: {length} "
+            f"tokens of input and {wanted.max_tokens} of completion."
+        )
 
 
 def _rids(rid: Any, prompts: int, samples: int, new_id: Callable[[], str]) -> list[str]:

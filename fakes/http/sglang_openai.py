@@ -99,9 +99,8 @@ class OpenAI:
             sampling["sampling_seed"] = body["seed"]
         budget = field(body, "max_completion_tokens", int, field(body, "max_tokens", int, default))
         native = {**body, "return_logprob": logprobs}
-        return SglangCall(
-            native, prompts, {**sampling, "max_new_tokens": budget, "n": field(body, "n", int, 1)}, self._backing, listed=listed
-        )
+        asked = {**sampling, "max_new_tokens": budget, "n": field(body, "n", int, 1)}
+        return SglangCall(native, prompts, [asked] * len(prompts), self._backing, listed=listed)
 
     async def _one(self, asked: Asked, wanted: Wanted) -> tuple[Wanted, EngineOutput, float]:
         begun = time.perf_counter()

@@ -18,6 +18,7 @@ from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, 
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, dumped, field, token_ids, words_of
 from rollproof.fakes.http.private import private_endpoints
+from rollproof.fakes.http.sampling_rules import check_vllm_request
 from rollproof.fakes.http.sglang_call import last_logprob
 from rollproof.fakes.http.telling import told_endpoints
 from rollproof.fakes.http.vllm_call import VllmCall
@@ -125,6 +126,7 @@ class _Calls:
 
     async def completions(self, asked: Asked) -> Answer:
         body = self._body(asked)
+        check_vllm_request(body)
         call = VllmCall(asked, body, self._prompts(body), body, self._backing, prefix="cmpl-", default=16)
         if call.stream:
             return Events(self._streamed(asked, call, CompletionPart(self._backing, call)))
@@ -140,6 +142,7 @@ class _Calls:
 
     async def chat(self, asked: Asked) -> Answer:
         body = self._body(asked)
+        check_vllm_request(body)
         ids = words_of(self._text(body), self._backing.vocab)
         call = VllmCall(asked, body, [ids], body, self._backing, prefix="chatcmpl-", default=None)
         if call.stream:

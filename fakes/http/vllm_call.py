@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollproof.fakes.http.backing import Backing, RoutesForm, Wanted
 from rollproof.fakes.http.bodies import BadRequest, field, text_of
+from rollproof.fakes.http.sampling_rules import check_vllm
 from rollproof.fakes.http.wire import as_described, as_npy
 from rollproof.records import EngineOutput, FinishReason, IntArray, Span
 
@@ -62,9 +63,11 @@ class VllmCall:
         self.samples: int = field(sampling, "n", int, 1)
         if not 1 <= self.samples <= 256:
             raise BadRequest(f"n must be at least 1 and at most 256, got {self.samples}.")
-        temperature = field(sampling, "temperature", (int, float), 1.0)
-        if temperature < 0:
-            raise BadRequest(f"temperature must be non-negative, got {temperature}.", param="temperature")
+        limit = field(sampling, "max_completion_tokens", int, field(sampling, "max_tokens", int, None))
+        self.echo: bool = field(body, "echo", bool, False)
+        self.echo_alone: bool = self.echo and limit == 0 and not self.chat  # one token is sampled all the same, and not shown
+        limit = 1 if self.echo_alone else limit
+        check_vllm(sampling, self.samples, default if limit is None else limit)
         self.top: int | None = _top(sampling.get("logprobs"), sampling.get("top_logprobs"))
         self.token_ids: bool = field(body, "return_token_ids", bool, False)
         self.as_ids: bool = field(body, "return_tokens_as_token_ids", bool, False)
@@ -81,11 +84,9 @@ class VllmCall:
         self.prompt_logprobs: bool = sampling.get("prompt_logprobs") is not None
         self.text: bool = field(body, "output_mode", str, "tokens") == "text"
         self.id: str = prefix + (asked.header("x-request-id") or field(body, "request_id", str, None) or backing.new_id())
-        self.max_tokens: list[int] = [self._budget(prompt, sampling, default, backing.max_length) for prompt in prompts]
+        self.max_tokens: list[int] = [self._budget(prompt, limit, default, backing.max_length) for prompt in prompts]
 
-    def _budget(self, prompt: tuple[int, ...], sampling: Mapping[str, Any], default: int | None, most: int) -> int:
-        wanted = field(sampling, "max_tokens", int, None)
-        wanted = field(sampling, "max_completion_tokens", int, wanted)
+    def _budget(self, prompt: tuple[int, ...], wanted: int | None, default: int | None, most: int) -> int:
         if not prompt:
             raise BadRequest("The prompt is empty: it must contain at least one token.", param="prompt")
         if len(prompt) >= most:
@@ -98,7 +99,7 @@ class VllmCall:
             return room if default is None else min(default, room)
         if wanted < 1:
             raise BadRequest(f"max_tokens must be at least 1, got {wanted}.", param="max_tokens")
-        return int(wanted)
+        return wanted
 
     def wanted(self) -> list[Wanted]:
         """The engine calls, prompt by prompt and sample by sample; all have the request's id as their handle."""
@@ -172,16 +173,17 @@ def placeholder_logprobs(tokens: Sequence[int], logprobs: Sequence[float]) -> di
 
 def completion_choice(call: VllmCall, index: int, prompt: Sequence[int], output: EngineOutput, backing: Backing) -> dict[str, Any]:
     """A choice of ``/v1/completions``."""
-    text = text_of(output.token_ids)
+    shown = 0 if call.echo_alone else len(output.token_ids)
+    text = text_of(output.token_ids[:shown])
     logprobs = None
     if call.top is not None and output.logprobs is not None:
-        logprobs = completion_logprobs(call, output.token_ids, output.logprobs.tolist())
-    echoed = _echoed(call, prompt, logprobs, backing) if call.body.get("echo") and logprobs is not None else None
+        logprobs = completion_logprobs(call, output.token_ids[:shown], output.logprobs.tolist()[:shown])
+    echoed = _echoed(call, prompt, logprobs, backing) if call.echo and logprobs is not None else None
     if echoed is None and call.prompt_logprobs:
         echoed = prompt_logprobs(prompt, backing)
     return {
         "index": index,
-        "text": f"{text_of(prompt)} {text}" if call.body.get("echo") else text,
+        "text": f"{text_of(prompt)} {text}".rstrip() if call.echo else text,
         "logprobs": logprobs,
         "finish_reason": finish_of(output),
         "stop_reason": None,
