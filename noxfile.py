@@ -40,20 +40,35 @@ def install(session: nox.Session, *groups: str) -> None:
 def verify(session: nox.Session) -> None:
     """Judge the reference managers and the known bugs; with `-- --stack NAME==VERSION`, install that release and judge it."""
     install(session)
-    stack = _stack(session.posargs)
+    stack = _value(session.posargs, "--stack")
     if stack is None:
         if not session.posargs:
             session.run("rollproof", "known-bugs")
         session.run("rollproof", "verify", *session.posargs)
         return
-    name = stack.partition("==")[0]
+    name, _, version = stack.partition("==")
+    distribution = _install_needs(session, name, session.posargs)
+    if distribution is not None:
+        session.install("--no-deps", "--ignore-requires-python", f"{distribution}=={version}" if version else distribution)
+    session.run("rollproof", "verify", *session.posargs)
+
+
+def _install_needs(session: nox.Session, name: str, arguments: list[str]) -> str | None:
+    """Install what a stack needs; how package indexes call the stack itself, ``None`` where a checkout of it is judged."""
     requirements = ROOT / "harness" / "stacks" / "requirements" / f"{name}.txt"
     if not requirements.is_file():
-        session.error(f"No stack is named {name!r}; `rollproof verify --stack {name}` lists them.")
+        session.error(f"No stack is named {name!r}; those of {sorted(path.stem for path in requirements.parent.glob('*.txt'))} are.")
+    distribution, checked_out, *beside = _release(session, name)
+    given = _value(arguments, "--checkout")
+    if checked_out == "True" and not (given and Path(given).is_dir()):
+        # an index may well have something else of that name
+        session.error(f"{name} is on no package index: add --checkout DIR, a folder that is there ({given or 'none was given'}).")
+    if checked_out == "False" and given:
+        session.error(f"{name} is a released package: give no --checkout.")
     session.install("-r", str(requirements))
-    distribution, _, *_ = _release(session, name)
-    session.install("--no-deps", stack.replace(name, distribution, 1))
-    session.run("rollproof", "verify", *session.posargs)
+    if beside:
+        session.install("--no-deps", *beside)
+    return distribution if checked_out == "False" else None
 
 
 def _release(session: nox.Session, name: str) -> list[str]:
@@ -70,7 +85,6 @@ def upstream(session: nox.Session) -> None:
     docs/stack_results, from which docs/stacks.md is made. The environment begins empty: what another stack needed would hide what is
     missing.
     """
-    install(session)
     arguments = list(session.posargs)
     write = "--write" in arguments
     if write:
@@ -81,13 +95,13 @@ def upstream(session: nox.Session) -> None:
     matrix = ROOT / "harness" / "stacks" / "verdicts" / f"{name}.toml"
     if not matrix.is_file():
         session.error(f"No matrix is kept for {name!r}; those of {sorted(path.stem for path in matrix.parent.glob('*.toml'))} are.")
-    distribution, checked_out, *beside = _release(session, name)
-    session.install("-r", str(ROOT / "harness" / "stacks" / "requirements" / f"{name}.txt"))
-    if beside:
-        session.install("--no-deps", *beside)
     pinned = tomllib.loads(matrix.read_text(encoding="utf-8"))["pinned"]
-    for wanted in [version] if version or checked_out == "True" else pinned:
-        if checked_out == "False":
+    if version and not _pinned(version, pinned):
+        session.error(f"{name}=={version} has no verdicts to be held to: pinned are {', '.join(pinned)}. `nox -s verify` judges others.")
+    install(session)
+    distribution = _install_needs(session, name, arguments)
+    for wanted in [version] if version or distribution is None else pinned:
+        if distribution is not None:
             session.install("--no-deps", "--ignore-requires-python", f"{distribution}=={wanted}")
         spec = f"{name}=={wanted}" if wanted else name
         report = Path(session.create_tmp()) / f"{name}.json"
@@ -222,12 +236,17 @@ def _newer_python(session: nox.Session) -> bool:
     return "True" in str(session.run_install("python", "-c", code, silent=True))  # asked before installing: with --install-only, too
 
 
-def _stack(arguments: list[str]) -> str | None:
-    """The value of `--stack` among the arguments."""
+def _pinned(version: str, pinned: list[str]) -> bool:
+    """Whether a version is among the pinned ones; a commit may be abbreviated, or whole."""
+    return version in pinned or (len(version) >= 7 and any(one.startswith(version) or version.startswith(one) for one in pinned))
+
+
+def _value(arguments: list[str], option: str) -> str | None:
+    """The value of ``option`` among the arguments."""
     for argument, following in itertools.pairwise([*arguments, ""]):
-        if argument.startswith("--stack="):
-            return argument.removeprefix("--stack=")
-        if argument == "--stack":
+        if argument.startswith(f"{option}="):
+            return argument.removeprefix(f"{option}=")
+        if argument == option:
             return following
     return None
 
