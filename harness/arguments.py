@@ -85,9 +85,10 @@ def as_path(value: Any, argument: str) -> Path:
 
 def _listed(value: Any, wanted: str) -> list[Any]:
     try:
-        return list(value)
+        given = iter(value)
     except TypeError:
         raise UsageError(f"{wanted}, not {show(value)}.") from None
+    return list(given)  # outside: what a generator raises is its own
 
 
 def as_expected(value: Any, registry: Registry | None = None) -> dict[str, str]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rollproof.errors import StackError, UsageError
+from rollproof.errors import RollproofError, StackError, UsageError
 from rollproof.stacks.releases import Found, Release, changed_files, checked_out, imported_from, installed_version, requirements_file
 from rollproof.subjects import SubjectFactory
+from rollproof.telling import told_with_place
 
 __all__ = [
     "STACKS",
@@ -121,7 +122,12 @@ def load_stack(spec: str, *, checkout: str | Path | None = None, force: bool = F
         )
     found = Found(version=version, line=version if version in release.versions else release.versions[-1], checkout=folder)
     _refuse_another(name, release, folder)
-    stack: Stack = module.load(found)
+    try:
+        stack: Stack = module.load(found)
+    except RollproofError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the framework's modules raise while they are imported
+        raise StackError(f"{name} {version} is {_there(release)}, but importing it fails: {told_with_place(error)}.") from error
     _refuse_another(name, release, folder)
     return replace(stack, found=found)
 
@@ -187,7 +193,12 @@ def parse_spec(spec: str) -> tuple[str, str | None]:
 
 def missing_dependency(name: str, version: str, error: ImportError, release: Release) -> StackError:
     """The error for a framework that is there while something that it imports is not."""
-    gap = f"the package {error.name!r} that it needs is missing" if getattr(error, "name", None) else f"importing it fails: {error}"
+    module = getattr(error, "name", None) or ""
+    if release.repository is not None and module.partition(".")[0] == release.module.partition(".")[0]:
+        return StackError(
+            f"{name} {version} is {_there(release)}, but not whole: its module {module} is not there, or lacks a name: {error}."
+        )
+    gap = f"the package {module!r} that it needs is missing" if module else f"importing it fails: {error}"
     return StackError(f"{name} {version} is {_there(release)}, but {gap}. Run:\n  {release.install(version)}")
 
 

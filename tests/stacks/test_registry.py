@@ -182,6 +182,32 @@ def test_another_checkout_is_not_judged_in_the_place_of_one(repository: Path, mo
         load_stack("slime", checkout=other, force=True)
 
 
+@pytest.mark.parametrize("raised", [SyntaxError("invalid syntax"), RuntimeError("no GPU here"), SystemExit(3)])
+def test_what_a_framework_raises_while_it_is_imported_is_no_fault_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    """It is told in one line, as a stack that cannot be judged."""
+
+    def load(found: Found) -> Stack:
+        raise raised
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime" / "__init__.py").touch()
+    monkeypatch.setattr("rollproof.stacks.slime.RELEASE", replace(SOURCE, package="slime/__init__.py"))
+    monkeypatch.setattr("rollproof.stacks.slime.load", load)
+    with pytest.raises(StackError, match=rf"slime unversioned is checked out, but importing it fails: {type(raised).__name__}: "):
+        load_stack("slime", checkout=tmp_path, force=True)
+
+
+def test_a_checkout_that_lacks_a_module_of_its_own_is_told_apart_from_a_missing_package() -> None:
+    """No installation would mend it."""
+    error = ModuleNotFoundError("No module named 'slime.rollout'", name="slime.rollout")
+    assert "but not whole: its module slime.rollout is not there" in str(stacks.missing_dependency("slime", "abc123", error, SOURCE))
+    other = ModuleNotFoundError("No module named 'ray'", name="ray")
+    assert "but the package 'ray' that it needs is missing" in str(stacks.missing_dependency("slime", "abc123", other, SOURCE))
+
+
 def test_a_checkout_may_have_several_roots_and_need_a_package_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modules are found in all of them, in their order; the commands install what goes in without its dependencies."""
     monkeypatch.syspath_prepend(str(tmp_path))

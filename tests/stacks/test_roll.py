@@ -11,8 +11,8 @@ from rollproof.case import Case
 from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.fleet import Fleet
 from rollproof.records import Request
-from rollproof.stacks.roll.rollout import TokenizerManager
-from rollproof.trace import Recorder
+from rollproof.stacks.roll.rollout import LoopSubject, TokenizerManager
+from rollproof.trace import Pause, Recorder, Reply, Weights
 
 REQUEST = Request(request_id="r", prompt_ids=(2, 3, 4), max_tokens=5)
 
@@ -65,3 +65,24 @@ def test_an_abort_to_a_dead_server_is_lost() -> None:
         await asyncio.sleep(1)
 
     clock.run(played)
+
+
+def test_only_roll_itself_keeps_calls_away_from_weights_that_change() -> None:
+    """The model update pauses no engine: a call that ROLL forgot to abort is sampled on, under the new weights, and judged so."""
+
+    async def played() -> list[Any]:
+        engine = engine_of_a_fleet()
+        subject = object.__new__(LoopSubject)
+        subject._fleet = SimpleNamespace(servers={"s0": engine}, weights_of=lambda label: label)
+        call = asyncio.ensure_future(anext(TokenizerManager(engine).generate_request(asked("a"), None)))
+        await asyncio.sleep(1.5)
+        await subject._model_update(3)
+        answer = await call
+        assert "length" == answer["meta_info"]["finish_reason"]["type"]
+        return list(engine._recorder.events)
+
+    events = clock.run(played)
+    assert [] == [event for event in events if isinstance(event, Pause)]
+    assert [3] == [event.version for event in events if isinstance(event, Weights) and event.version]
+    (reply,) = [event for event in events if isinstance(event, Reply)]
+    assert [0, "mixed"] == [span.version for span in reply.true_tokens]

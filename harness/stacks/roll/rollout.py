@@ -25,11 +25,10 @@ from rollproof.contract import (
     Sampling,
     Versions,
 )
-from rollproof.fakes.failures import EngineFailure
+from rollproof.fakes.failures import EngineFailure, ServerDied
 from rollproof.records import EngineOutput, Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.stacks.dialogue import PAD_ID
 from rollproof.stacks.roll.imported import Roll
-from rollproof.trace import PauseMode
 
 if TYPE_CHECKING:
     from rollproof.fakes.engine import FakeEngine
@@ -66,8 +65,6 @@ class LoopSubject:
     async def start(self, fleet: Fleet) -> None:
         """ROLL's router before one worker a server; a scheduler that has what the rollout's context asks of it."""
         roll = self._roll
-        fleet.pause_mode = PauseMode.ABORT
-        fleet.clear_cache = True
         self._fleet = fleet
         manager = object.__new__(roll.router.RouterManager)
         workers = [_worker(roll, fleet, engine) for engine in fleet.servers.values()]
@@ -127,14 +124,29 @@ class LoopSubject:
         return Answer(request=request, sample=samples[0]) if samples else None
 
     async def update_weights(self, version: int | None) -> None:
-        """As the pipeline does it between two steps: ``pause_sampling``, the model update, and the ``resume`` of the next batch."""
+        """As the pipeline does it between two steps: ``pause_sampling``, the model update, and the ``resume`` of the next batch.
+
+        Only ``pause_sampling`` keeps calls away from weights that change: SGLang itself is not paused.
+        """
         label = self._fleet.weights_of(None) if version is None else version  # ROLL's updates are those of its steps: all are numbered
         async with self._one_update:
             await self._scheduler.pause_sampling()
             try:
-                await self._fleet.sync(label)
+                await self._model_update(label)
             finally:  # where it fails ROLL's driver ends, and there is no next step
                 self._manager.resume()
+
+    async def _model_update(self, label: int) -> None:
+        """Every worker receives the weights, and then forgets its cache (``process_weights_after_loading``)."""
+        true = self._fleet.weights_of(label)
+        alive = [engine for engine in self._fleet.servers.values() if engine.alive]
+        loads = [engine.load(true, label, identity=true == engine.version) for engine in alive]
+        for outcome in await asyncio.gather(*loads, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ServerDied):
+                raise outcome
+        for engine in alive:
+            if engine.alive:
+                engine.reset_prefix_cache()
 
     def to_record(self, native: Answer) -> Rollout:
         """The row of the batch, without its padding."""
