@@ -16,7 +16,7 @@ from rollproof.fakes.fleet import CURRENT_REQUEST, Fleet
 from rollproof.fakes.managers import AsSampled
 from rollproof.records import FinishReason, Request
 from rollproof.runner import run_case
-from rollproof.trace import Abort, Admit, Call, Fault, PauseMode, Recorder, Reply, Result, Resume, Weights
+from rollproof.trace import Abort, Admit, Call, Fault, Observation, PauseMode, Recorder, Reply, Result, Resume, Weights
 from tests.support.engines import on_clock
 from tests.support.fleets import R0, R1, act, case, fleet_of, lengths, ran, seen
 
@@ -227,6 +227,25 @@ def test_twins_are_told_apart_by_what_they_sampled() -> None:
         one = await first
         await server.generate(prompt_ids=(11, 12, *one.token_ids), max_tokens=1)
         assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "a"]
+
+    on_clock(main)
+
+
+def test_twins_that_sampled_the_same_are_told_apart_by_what_they_heard() -> None:
+    """A call that goes on after a turn of the environment belongs to the one that had that turn, and to none that has ended."""
+
+    async def main() -> None:
+        twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b", "c"))
+        fleet = fleet_of(requests=twins)
+        server = fleet.servers["s0"]
+        calls = [asyncio.ensure_future(server.generate(prompt_ids=(11, 12), max_tokens=2)) for _ in twins]
+        replies = await asyncio.gather(*calls)
+        ids = (11, 12, *replies[0].token_ids)
+        fleet.recorder.record(Result(request_id="a", error="x"))
+        fleet.recorder.record(Observation(request_id="c", token_ids=(40,)))
+        await server.generate(prompt_ids=(*ids, 40), max_tokens=1)
+        await server.generate(prompt_ids=ids, max_tokens=1)
+        assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "c", "c", "b"]
 
     on_clock(main)
 
