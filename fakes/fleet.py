@@ -26,7 +26,7 @@ from rollproof.fakes.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.ray_face import RayHandle
 from rollproof.records import Version
 from rollproof.telling import told
-from rollproof.trace import Fault, Observation, PauseMode, Recorder, Result, Update, UpdatePhase, Weights
+from rollproof.trace import Fault, Observation, PauseMode, Recorder, Result, Submit, Update, UpdatePhase, Weights
 
 __all__ = ["CURRENT_REQUEST", "Fleet", "Updater"]
 
@@ -287,22 +287,23 @@ class Fleet:
         twins = [request.request_id for request in fitting if len(request.prompt_ids) == longest]
         return min(twins, key=lambda twin: self._unlikely(twin, prompt_ids))
 
-    def _unlikely(self, request_id: str, prompt_ids: tuple[int, ...]) -> tuple[bool, bool, bool, int]:
+    def _unlikely(self, request_id: str, prompt_ids: tuple[int, ...]) -> tuple[bool, bool, bool, bool, int]:
         """Of requests that share a prompt: what speaks against one, the strongest first.
 
-        That it has ended; that it has a call out already; that what the call adds to its last one is not what its environment said
-        since; and how many tokens the call adds to its last one, or leaves out.
+        That it has ended; that it was not submitted yet; that it has a call out already; that what the call adds to its last one is
+        not what its environment said since; and how many tokens the call adds to its last one, or leaves out.
         """
         events = [event for event in self.recorder.events if getattr(event, "request_id", None) == request_id]
         ended = any(isinstance(event, Result) for event in events)
+        early = not any(isinstance(event, Submit) and event.request.request_id == request_id for event in self.recorder.events)
         last = self.schedule.latest.get(request_id)
         if last is None:
-            return (ended, False, False, len(prompt_ids))
+            return (ended, early, False, False, len(prompt_ids))
         shorter = min(len(last.ids), len(prompt_ids))
         same = next((i for i, (a, b) in enumerate(zip(last.ids, prompt_ids, strict=False)) if a != b), shorter)
         said = next((event.token_ids for event in reversed(events) if isinstance(event, Observation)), ())
         apart = len(prompt_ids) + len(last.ids) - 2 * same
-        return (ended, not last.future.done(), prompt_ids[same:] not in ((), said), apart)
+        return (ended, early, not last.future.done(), prompt_ids[same:] not in ((), said), apart)
 
 
 async def _each(deeds: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -16,7 +16,7 @@ from rollproof.fakes.fleet import CURRENT_REQUEST, Fleet
 from rollproof.fakes.managers import AsSampled
 from rollproof.records import FinishReason, Request
 from rollproof.runner import run_case
-from rollproof.trace import Abort, Admit, Call, Fault, Observation, PauseMode, Recorder, Reply, Result, Resume, Weights
+from rollproof.trace import Abort, Admit, Call, Fault, Observation, PauseMode, Recorder, Reply, Result, Resume, Submit, Weights
 from tests.support.engines import on_clock
 from tests.support.fleets import R0, R1, act, case, fleet_of, lengths, ran, seen
 
@@ -246,6 +246,22 @@ def test_twins_that_sampled_the_same_are_told_apart_by_what_they_heard() -> None
         await server.generate(prompt_ids=(*ids, 40), max_tokens=1)
         await server.generate(prompt_ids=ids, max_tokens=1)
         assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "c", "c", "b"]
+
+    on_clock(main)
+
+
+def test_a_call_belongs_to_no_twin_that_comes_later() -> None:
+    """Of requests with equal prompts, one that nobody submitted yet makes no calls."""
+
+    async def main() -> None:
+        twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b"))
+        fleet = fleet_of(requests=twins)
+        fleet.recorder.record(Submit(request=twins[1]))
+        await fleet.servers["s0"].generate(prompt_ids=(11, 12), max_tokens=1)
+        fleet.recorder.record(Result(request_id="b", error="x"))
+        fleet.recorder.record(Submit(request=twins[0]))
+        await fleet.servers["s0"].generate(prompt_ids=(11, 12), max_tokens=1)
+        assert [call.request_id for call in seen(fleet, Call)] == ["b", "a"]
 
     on_clock(main)
 
