@@ -119,7 +119,7 @@ class Batch:
             self.running[call.call_id] = call
             self._recorder.record(Admit(call_id=call.call_id, server_id=self._server_id))
             if self._options.prefix_cache:
-                call.kv.adopt(self.cache.find(call.ids, len(call.ids) - 1))
+                call.kv.adopt(self.cache.find(call.ids, len(call.ids) - 1, call.root))
             if call.cached is None:
                 call.cached = call.kv.computed
                 call.admission_label = self.label
@@ -283,7 +283,7 @@ class Batch:
 
     def _share(self, call: EngineCall) -> None:
         if self._options.prefix_cache and call.shares:
-            self.cache.store(call.ids, call.kv.spans)
+            self.cache.store(call.ids, call.kv.spans, call.root)
 
     def _look(self, call: EngineCall) -> None:
         """Something may happen after this token: hooks that act on it, or the end of the call."""

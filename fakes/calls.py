@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -64,7 +64,8 @@ class EngineCall:
     many tokens on, tokens are sampled under this key, shown under this label. ``kept`` are rows that outlive their KV.
     ``started`` says that it left the queue at least once, ``held`` that it may not leave it in this step, ``deferred``
     that the engine has not looked yet whether it is finished. ``watched``: the hooks want to see each of its tokens.
-    ``shares``: its KV may go into the prefix cache; not when that was cleared since. ``heard`` is that of the ``wire``.
+    ``shares``: its KV may go into the prefix cache; not when that was cleared since, and below ``root`` there. ``heard`` is that
+    of the ``wire``.
     """
 
     call_id: int
@@ -89,6 +90,7 @@ class EngineCall:
     deferred: bool = False
     watched: bool = False
     shares: bool = True
+    root: Hashable = None
     cached: int | None = None
     admission_label: Version = None
     keys: list[tuple[int, Version]] = field(default_factory=list)

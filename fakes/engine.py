@@ -19,6 +19,7 @@ from rollproof.fakes.calls import AT_HAND, EngineCall, Wire, broken_off, empty_a
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.failures import BadCall, EnginePaused, ReplyLost, ServerDied, TransferFailed
 from rollproof.fakes.flavours import Flavour, PausedCalls
+from rollproof.fakes.kv import root_of
 from rollproof.records import EngineOutput, FinishReason, Scalar, Version, as_tokens
 from rollproof.trace import Abort, Call, Fault, Pause, PauseMode, Recorder, Reply, Resume, Weights
 
@@ -276,16 +277,14 @@ class FakeEngine:
         least = 0 if self.flavour.zero_budget is Refusal.EMPTY else 1
         if tokens is not None and tokens < least:
             raise BadCall(f"max_tokens must be at least {least}, not {tokens}.")
-        bad_start = self.flavour.routes_start and not 0 <= call.routes_start <= length
-        if bad_start:
+        if self.flavour.routes_start and not 0 <= call.routes_start <= length:
             raise BadCall(f"routes_start must be 0 to {length}, the length of the prompt, not {call.routes_start}.")
         rejected = self._hooks.rejects(call.request_id)
         if rejected:
             self._recorder.record(Fault(what="reject", server_id=self.server_id, call_id=call.call_id))
         if self.paused and self.flavour.paused_calls is PausedCalls.RAISE:
             raise EnginePaused(f"Server {self.server_id} is paused.")
-        closed = self.paused and self.flavour.paused_calls is PausedCalls.REJECT
-        if not (rejected or closed):
+        if not (rejected or (self.paused and self.flavour.paused_calls is PausedCalls.REJECT)):
             return None
         return empty_abort(call.call_id, self.flavour, self.label, want_logprobs=call.want_logprobs)
 
@@ -306,6 +305,7 @@ class FakeEngine:
             state=state,
             after=state,
             watched=self._hooks.watches(call.request_id),
+            root=root_of(call.sampling),
         )
         self._batch.add(queued)
         self._wake()

@@ -6,13 +6,14 @@ weights explain; they are coded under ``mixed_key`` of v and the weights that to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollproof.fakes.coded import mixed_key
 from rollproof.records import Span, Version
 
-__all__ = ["MIXED", "KeySpan", "Kv", "PrefixCache", "as_spans", "clipped", "key_of", "label_of"]
+__all__ = ["MIXED", "KeySpan", "Kv", "PrefixCache", "as_spans", "clipped", "key_of", "label_of", "root_of"]
 
 MIXED = "mixed"
 """The label of mixed values in the ground truth of a trace."""
@@ -96,24 +97,31 @@ class Kv:
         self.spans, self.computed, self.weights = [], 0, frozenset()
 
 
+def root_of(sampling: Mapping[str, Any]) -> Hashable:
+    """Where the prefixes of a call begin in the cache: it shares none with calls of another ``cache_salt`` (vLLM, SGLang) or ``extra_key``
+    (SGLang).
+    """
+    return sampling.get("cache_salt"), sampling.get("extra_key")
+
+
 class PrefixCache:
-    """KV that calls of one server share, position by position, by the tokens up to it.
+    """KV that calls of one server share, position by position, by the tokens up to it, among calls of one ``root``.
 
     What is stored first stays, as in engines. ``capacity`` bounds the positions; the oldest go first.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
-        self._known: dict[tuple[int, int], tuple[int, Version, frozenset[int]]] = {}
+        self._known: dict[tuple[Hashable, int], tuple[int, Version, frozenset[int]]] = {}
         self._nodes = 0
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, ids: Sequence[int], most: int) -> list[KeySpan]:
+    def find(self, ids: Sequence[int], most: int, root: Hashable = None) -> list[KeySpan]:
         """KV of the longest cached prefix of ``ids``, at most ``most`` positions."""
         spans: list[KeySpan] = []
-        node = 0
+        node = root
         for position in range(most):
             entry = self._known.get((node, ids[position]))
             if entry is None:
@@ -125,9 +133,9 @@ class PrefixCache:
                 spans.append(KeySpan(position, position + 1, key, weights))
         return spans
 
-    def store(self, ids: Sequence[int], spans: Sequence[KeySpan]) -> None:
+    def store(self, ids: Sequence[int], spans: Sequence[KeySpan], root: Hashable = None) -> None:
         """Offer the KV of a call over ``ids``; positions already cached keep what they have."""
-        node = 0
+        node = root
         for span in spans:
             for position in range(span.start, span.stop):
                 edge = (node, ids[position])

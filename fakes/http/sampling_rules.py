@@ -8,7 +8,7 @@ from typing import Any
 
 from rollproof.fakes.http.bodies import BadRequest, Uncaught, field
 
-__all__ = ["check_sglang", "check_vllm", "check_vllm_request"]
+__all__ = ["check_sglang", "check_vllm", "check_vllm_request", "vllm_salt"]
 
 _NUMBER = (int, float)
 Rule = tuple[type | tuple[type, ...], Callable[[Any], bool], str]
@@ -64,6 +64,8 @@ _VLLM: Mapping[str, Rule] = {
 _TOLD = ("temperature", "top_p")
 """Fields that vLLM names in its error."""
 
+_NOT_IN_SALTS = frozenset("@/\\\0")
+
 
 def check_sglang(sampling: Mapping[str, Any]) -> None:
     """Raise ``BadRequest`` for a value out of range, and ``Uncaught`` for a name that is none: SGLang does not catch the TypeError."""
@@ -99,10 +101,20 @@ def check_vllm_request(body: Mapping[str, Any]) -> None:
         raise BadRequest("when using `top_logprobs`, `logprobs` must be set to true.", param="top_logprobs")
     if body.get("stream") and field(body, "prompt_logprobs", int, 0):
         raise BadRequest("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
-    if field(body, "cache_salt", str, "-") == "":
-        raise BadRequest("Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
     if body.get("tools") == []:
         raise BadRequest("`tools` must not be an empty array.", param="tools")
+
+
+def vllm_salt(body: Mapping[str, Any]) -> dict[str, str]:
+    """The request's ``cache_salt`` as a parameter of its calls, where it has one. Raises ``BadRequest`` where vLLM refuses it."""
+    salt = body.get("cache_salt")
+    if salt is None:
+        return {}
+    if not isinstance(salt, str) or not salt:
+        raise BadRequest("Parameter 'cache_salt' must be a non-empty string if provided.", param="cache_salt")
+    if len(salt) > 128 or not _NOT_IN_SALTS.isdisjoint(salt):
+        raise BadRequest("Parameter 'cache_salt' must be at most 128 characters, without '@', '/', '\\\\' and NUL.", param="cache_salt")
+    return {"cache_salt": salt}
 
 
 def _check(sampling: Mapping[str, Any], name: str, rule: Rule) -> None:

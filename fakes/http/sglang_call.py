@@ -53,16 +53,17 @@ class SglangCall:
                 prompt=prompt,
                 rid="",
                 max_tokens=field(one, "max_new_tokens", int, UNLIMITED),
-                sampling={name: value for name, value in one.items() if name not in ("max_new_tokens", "n")},
+                sampling={name: value for name, value in one.items() if name not in ("max_new_tokens", "n")} | salts,
                 routes=field(body, "return_routed_experts", bool, False),
                 logprobs=logprobs,
                 routes_start=field(body, "routed_experts_start_len", int, 0),
                 prompt_logprobs=start,
                 top=top,
             )
-            for prompt, one, logprobs, start, top in zip(
+            for prompt, one, salts, logprobs, start, top in zip(
                 prompts,
                 sampling,
+                _salts(body, len(prompts), each),
                 _of_each(body, "return_logprob", bool, False, each),
                 _of_each(body, "logprob_start_len", int, -1, each),
                 _of_each(body, "top_logprobs_num", int, 0, each),
@@ -110,6 +111,12 @@ def _of_each(body: Mapping[str, Any], name: str, kind: type, default: Any, promp
     if len(value) != prompts:
         raise BadRequest(f"The length of {name} must be that of the batch, {prompts}, not {len(value)}.")
     return [field({name: one}, name, kind, default) for one in value]
+
+
+def _salts(body: Mapping[str, Any], prompts: int, each: int | None) -> list[dict[str, str]]:
+    """What keeps the prefix of each prompt from others in the cache, as parameters of the calls; an empty text is as good as none."""
+    given = [(name, _of_each(body, name, str, None, each)) for name in ("cache_salt", "extra_key") if body.get(name)]
+    return [{name: values[number] for name, values in given if values[number]} for number in range(prompts)]
 
 
 def _check_length(wanted: Wanted, most: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollproof.fakes.http.backing import Backing, RoutesForm, Wanted
 from rollproof.fakes.http.bodies import BadRequest, field, text_of
-from rollproof.fakes.http.sampling_rules import check_vllm
+from rollproof.fakes.http.sampling_rules import check_vllm, vllm_salt
 from rollproof.fakes.http.wire import as_described, as_npy
 from rollproof.records import EngineOutput, FinishReason, IntArray, Span
 
@@ -75,6 +75,7 @@ class VllmCall:
         self.options: Mapping[str, Any] = field(body, "stream_options", dict, {})
         self.routes_start: int = field(sampling, "routed_experts_prompt_start", int, field(body, "routed_experts_prompt_start", int, 0))
         self.sampling: dict[str, Any] = {name: sampling[name] for name in _KEPT if isinstance(sampling.get(name), int | float | str | bool)}
+        self.sampling |= vllm_salt(body)
         longest = min(map(len, prompts), default=0)
         if not 0 <= self.routes_start <= longest:
             raise BadRequest(
