@@ -153,10 +153,11 @@ def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
     if isinstance(recipe.get("engine"), str):
         return engine_target(recipe["engine"], recipe.get("model"))
     if isinstance(recipe.get("stack"), str):
-        version, part = recipe.get("version"), recipe.get("part")
-        spec = recipe["stack"] + (f"=={version}" if version else "")
+        version, part, checkout = recipe.get("version"), recipe.get("part"), recipe.get("checkout")
+        # of a checkout, what is there now is run, whatever was: a fault is mended there
+        spec = recipe["stack"] + (f"=={version}" if version and not checkout else "")
         parts = [part] if isinstance(part, str) else ()
-        return stack_targets(spec, parts, checkout=recipe.get("checkout"), force=bool(recipe.get("force")))[1][0]
+        return stack_targets(spec, parts, checkout=checkout, force=bool(recipe.get("force") or checkout))[1][0]
     for target in references():
         if target.name == recipe.get("reference"):
             return target

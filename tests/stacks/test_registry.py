@@ -5,11 +5,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from rollproof import stacks
+from rollproof.cli.targets import target_of_recipe
 from rollproof.errors import StackError, UsageError
 from rollproof.stacks import STACKS, Found, Release, Stack, load_stack, parse_spec, release_of, requirements_file
 from rollproof.stacks.releases import changed_files, checked_out
@@ -168,6 +169,20 @@ def test_changed_code_is_judged_where_that_is_forced(repository: Path, monkeypat
     with pytest.raises(StackError, match=r"was asked for, but \w+\+changed is checked out \(slime/__init__\.py is not as"):
         load_stack(f"slime=={commit[:7]}", checkout=repository)
     assert f"slime {commit[:9]}+changed (untested, driven as {commit[:9]})" == load_stack("slime", checkout=repository, force=True).title
+
+
+def test_a_counterexample_of_a_checkout_is_run_on_what_is_there_now(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever mends a fault there replays it: another commit, or changed code, is no reason to refuse."""
+    commit = _git(repository, "rev-parse", "HEAD")
+    monkeypatch.setattr("rollproof.stacks.slime.RELEASE", replace(SOURCE, versions=(commit[:9],), package="slime/__init__.py"))
+    monkeypatch.setattr(
+        "rollproof.stacks.slime.load", lambda found: Stack(name="slime", version=found.version, parts={"part": SimpleNamespace})
+    )
+    recipe = load_stack("slime", checkout=repository).recipe("part")
+    assert {"stack": "slime", "version": commit[:9], "part": "part", "checkout": str(repository)} == recipe
+    assert f"slime {commit[:9]} part" == target_of_recipe(recipe).name
+    (repository / "slime" / "__init__.py").write_text("x = 2\n", encoding="utf-8")
+    assert f"slime {commit[:9]}+changed (untested, driven as {commit[:9]}) part" == target_of_recipe(recipe).name
 
 
 def test_another_checkout_is_not_judged_in_the_place_of_one(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
