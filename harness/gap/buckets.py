@@ -14,15 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.gap.columns import known
-from rollproof.gap.intervals import Interval, Resampler, metric_interval
+from rollproof.gap.intervals import FEW_TOKENS, Interval, Resampler, metric_interval
 from rollproof.gap.metrics import METRICS
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.sums import sequence_sums
 
 __all__ = ["NEAR", "Bucket", "bucket_codes", "bucketed", "resume_parts", "staleness"]
 
-_ENOUGH = 30_000
-"""Tokens below which a part's k3 has no interval: of 640 in 64 sequences it held in 86 %, of 32,000 in 95 % (docs/benchmarks.md)."""
 _MOST = 24
 """A column with more values than this (versions of a long run) is cut into as many ranges of equal token count."""
 NEAR = 8
@@ -137,6 +135,6 @@ def _pairs(edges: npt.NDArray[np.float64]) -> Iterator[tuple[float, float]]:
 def _bucket(label: str, pairs: TokenPairs, resamples: int, seed: int) -> Bucket:
     resampler = Resampler(sequence_sums(pairs), resamples=resamples, seed=seed)
     k3, size, rho = (metric_interval(METRICS[name], resampler) for name in ("kl_mu_pi_k3", "abs_diff_mean", "rho_mean_minus_1"))
-    if pairs.n_tokens < _ENOUGH:
+    if pairs.n_tokens < FEW_TOKENS:
         k3 = Interval(value=k3.value, low=np.nan, high=np.nan)
     return Bucket(label=label, tokens=pairs.n_tokens, sequences=pairs.n_sequences, k3=k3, abs_diff=size, rho=rho)

@@ -12,7 +12,10 @@ from rollproof.gap.buckets import Bucket
 from rollproof.gap.evidence import Evidence
 from rollproof.gap.pairs import TokenPairs
 
-__all__ = ["Cause", "CauseName", "Rule", "Scene", "beyond"]
+__all__ = ["ROUNDING", "Cause", "CauseName", "Rule", "Scene", "beyond"]
+
+ROUNDING = 1e-5
+"""What float32 does to a logprob, in nats: a mean |d| below it has no cause that is worth a name, whatever its pattern."""
 
 
 class CauseName(StrEnum):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
 from rollproof.gap.buckets import NEAR, bucket_codes, resume_parts, staleness
-from rollproof.gap.causes import Cause, CauseName, Scene, beyond
+from rollproof.gap.causes import ROUNDING, Cause, CauseName, Scene, beyond
 from rollproof.gap.columns import BoolArray, FloatArray, known
+from rollproof.gap.evidence import gather
 from rollproof.gap.intervals import Interval, Resampler
+from rollproof.gap.law_causes import LAW_RULES
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.quantiles import abs_diff
 
@@ -21,9 +26,8 @@ FEW = 5
 """Sequences of a replica below which it is not judged."""
 _PER_PART = 25
 _NEAR = ("0", "1", "2-7")
-
-_ROUNDING = 1e-5
-"""What float32 does to a logprob, in nats: a mean |d| below it has no cause that is worth a name, wherever it is larger."""
+_RISING = 0.75
+"""Correlation of age and size from which the size rises with age: one age of five or more that is apart gives 0.71 at most."""
 
 
 def _better_version(pairs: TokenPairs, own: BoolArray, tag: Any) -> Any:
@@ -44,19 +48,34 @@ def _better_version(pairs: TokenPairs, own: BoolArray, tag: Any) -> Any:
     return best if len(gain) and float(stats.wilcoxon(gain, alternative="greater").pvalue) < 1e-3 else None
 
 
+def _fits(pairs: TokenPairs, tags: npt.NDArray[Any], part: BoolArray) -> dict[Any, Any]:
+    """The tags of the tokens ``part`` that another version fits, and that version."""
+    fits = {}
+    for tag in np.unique(tags[known(tags) & part]):
+        if (best := _better_version(pairs, part & (tags == tag), tag)) is not None:
+            fits[tag.item() if isinstance(tag, np.generic) else tag] = best
+    return fits
+
+
+def _sides_of_a_resume(pairs: TokenPairs) -> Iterator[tuple[str, BoolArray]]:
+    """All tokens, then those before and behind a resume: a sample with one tag, or with that of its last call, is wrong on one side."""
+    yield "", np.ones(pairs.n_tokens, bool)
+    since = pairs.sides.get("since_resume")
+    if since is not None:
+        yield "; before a resume alone", since < 0
+        yield "; behind a resume alone", since >= 0
+
+
 def versions(scene: Scene) -> Cause | None:
     """Tags that another version fits better: scores under several versions tell."""
     pairs = scene.pairs
     tags = pairs.sides.get("version")
     if tags is None or len(pairs.by_version) < 2:
         return None
-    fits: dict[Any, Any] = {}
-    for tag in np.unique(tags[known(tags)]):
-        if (best := _better_version(pairs, tags == tag, tag)) is not None:
-            fits[tag.item() if isinstance(tag, np.generic) else tag] = best
+    where, fits = next(((where, fits) for where, part in _sides_of_a_resume(pairs) if (fits := _fits(pairs, tags, part))), ("", {}))
     if not fits:
         return None
-    told = ", ".join(f"tag {tag}: version {best}" for tag, best in list(fits.items())[:4])
+    told = ", ".join(f"tag {tag}: version {best}" for tag, best in list(fits.items())[:4]) + where
     stuck = len(fits) > 1 and len(set(fits.values())) == 1
     return Cause(
         name=CauseName.STUCK if stuck else CauseName.WRONG_VERSION,
@@ -77,13 +96,13 @@ def boundary(scene: Scene) -> Cause | None:
         return None
     away = (since < 0) | (since >= NEAR)
     size, usual = _beside_usual(pairs, away)
-    usual = np.maximum(usual, _ROUNDING)
+    usual = np.maximum(usual, ROUNDING)
     inside = _times_usual(pairs, away, size, usual)
     typical = 0.0 if inside.value == 0 else inside.high
     found = {label: _times_usual(pairs, codes, size, usual) for label, codes in resume_parts(since).items() if label in _NEAR}
     worst = max(found, key=lambda label: np.nan_to_num(found[label].value, nan=-1.0))
     times = found[worst]
-    if worst not in row or row[worst].abs_diff.value < _ROUNDING or not (times.value > 2 * inside.value and times.low > typical):
+    if worst not in row or row[worst].abs_diff.value < ROUNDING or not (times.value > 2 * inside.value and times.low > typical):
         return None
     where = "at the first token" if worst == "0" else f"at {worst} tokens" if worst != "1" else "at the second token"
     return Cause(
@@ -155,13 +174,17 @@ def replica(scene: Scene) -> Cause | None:
         return None
     worst = max(typical, key=lambda name: typical[name])
     own, others = means[owner == worst], means[owner != worst]
-    if len(others) < FEW or float(size.sum()) < _ROUNDING * len(size):
+    if len(others) < FEW or float(size.sum()) < ROUNDING * len(size):
         return None
     # ranks, not means: one heavy token must not accuse a replica
     chance = float(stats.mannwhitneyu(own, others, alternative="greater").pvalue) * len(names)
     ratio = typical[worst] / max(float(np.median(others)), 1e-300)
     if chance > 1e-3 or ratio < 1.3:
         return None
+    alone = pairs.chosen(told & (side == worst))
+    here = Scene(pairs=alone, signs=gather(alone), buckets={})
+    if (law := next((cause for rule in LAW_RULES if (cause := rule(here)) is not None), None)) is not None:
+        return dataclasses.replace(law, because=f"at replica {worst} alone: {law.because}")
     return Cause(
         name=CauseName.REPLICA,
         confidence=1 - max(0.01, chance),
@@ -181,11 +204,11 @@ def lag(scene: Scene) -> Cause | None:
     size, usual = _beside_usual(scene.pairs)
     found = [_times_usual(scene.pairs, codes == code, size, usual) for code in range(len(labels))]
     fresh, oldest = found[0], found[-1]
-    if float(size.sum()) < _ROUNDING * len(size):
+    if float(size.sum()) < ROUNDING * len(size):
         return None
     means = [interval.value for interval in found]
     rising = np.corrcoef(np.arange(len(means)), means)[0, 1] if np.ptp(means) > 0 else 0.0
-    if not (oldest.low > fresh.high and rising > 0.7):
+    if not (oldest.low > fresh.high and rising > _RISING):
         return None
     return Cause(
         name=CauseName.STALENESS,

@@ -16,6 +16,7 @@ from rollproof.gap.buckets import Bucket
 from rollproof.gap.causes import Cause, CauseName, Rule, Scene, beyond
 from rollproof.gap.column_causes import boundary, lag, replica, versions
 from rollproof.gap.evidence import gather
+from rollproof.gap.law_causes import LAW_RULES
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.shifts import BETTER, MISMATCH, Shift
 from rollproof.gap.wording import counted
@@ -26,7 +27,10 @@ __all__ = ["diagnose"]
 def diagnose(pairs: TokenPairs, buckets: Mapping[str, tuple[Bucket, ...]], *, failing: bool) -> tuple[Cause, ...]:
     """Causes, the decisive one first. ``failing`` says whether a limit was broken: then numerics alone are no answer."""
     scene = Scene(pairs=pairs, signs=gather(pairs), buckets=buckets)
-    found = [cause for rule in _RULES if (cause := rule(scene)) is not None]
+    found: list[Cause] = []
+    for rule in _RULES:
+        if (cause := rule(scene)) is not None and cause.name not in {one.name for one in found}:
+            found.append(cause)
     for name, hides in _HIDES.items():
         if any(cause.name == name for cause in found):
             found = [cause for cause in found if cause.name not in hides]
@@ -38,7 +42,8 @@ def diagnose(pairs: TokenPairs, buckets: Mapping[str, tuple[Bucket, ...]], *, fa
                 name=CauseName.UNEXPLAINED,
                 confidence=0.5,
                 because="the gap is beyond its limit, and bears no sign of temperature, truncation, misalignment, routes or versions",
-                advice="Compare the two sides layer by layer, and check kernels, dtypes and the sharding of the weights.",
+                advice="Compare the two sides layer by layer, and check kernels, dtypes and the sharding of the weights. A model whose own"
+                " floor is higher (few layers, a flat law, MLA, hybrid attention, fp8 on one side) needs limits of its own.",
             ),
         )
     signs = scene.signs
@@ -103,53 +108,6 @@ def _way(step: int) -> str:
     return "further on" if step > 0 else "earlier"
 
 
-def _unrelated(scene: Scene) -> Cause | None:
-    signs = scene.signs
-    if not (signs.k3 > 0.3 and signs.pearson < 0.8 and signs.apart > 0.15):
-        return None
-    return Cause(
-        name=CauseName.UNRELATED,
-        confidence=beyond(signs.k3, 0.3),
-        because=f"k3 = {signs.k3:.2g} nats a token, {signs.apart:.0%} of a sequence's tokens are apart by a factor of 2, the logprobs"
-        f" correlate by {signs.pearson:.2f}, and no shift of tokens mends it",
-        advice="One side lost its weights, or scores other sequences: reload both from one checkpoint and compare a single prompt.",
-    )
-
-
-def _temperature(scene: Scene) -> Cause | None:
-    signs = scene.signs
-    if not (signs.explained > 0.12 and signs.pearson > 0.5):
-        return None
-    if signs.rho_z > 5 and signs.rho_excess > 0:
-        told = f"({signs.rho_z:.0f} standard errors): the reported logprobs are not of the law that sampled"
-        advice = "Let the engine report processed logprobs (vLLM: logprobs_mode=processed_logprobs), or score raw ones on both sides."
-    else:
-        told = "as it must be: the reported logprobs are of the law that sampled, and the trainer's of another temperature"
-        advice = "Divide the trainer's logits by the sampling temperature before its log-softmax."
-    column = scene.pairs.sides.get("temperature")
-    given = "" if column is None else f" (declared: {', '.join(f'{one:g}' for one in np.unique(column)[:4])})"
-    return Cause(
-        name=CauseName.TEMPERATURE,
-        confidence=beyond(signs.explained, 0.12),
-        because=f"the rollout logprob alone explains {signs.explained:.0%} of d; E[rho] - 1 = {signs.rho_excess:+.3g} {told}{given}",
-        advice=advice,
-    )
-
-
-def _truncated(scene: Scene) -> Cause | None:
-    signs = scene.signs
-    if not (signs.rho_z < -8 and signs.rho_chance < 1e-6 and signs.rho_excess < -1e-3 and signs.k1 > 0):
-        return None
-    return Cause(
-        name=CauseName.TRUNCATED,
-        confidence=beyond(-signs.rho_z, 8),
-        because=f"E[rho] - 1 = {signs.rho_excess:+.3g} ({signs.rho_z:.0f} standard errors) with k1 = {signs.k1:.2g}: the trainer"
-        " gives mass to"
-        " tokens that the engine could not sample",
-        advice="Sample with top_p=1, top_k=-1, min_p=0, or renormalise the trainer's logits over the sampler's support.",
-    )
-
-
 def _routes_moved(scene: Scene) -> Cause | None:
     routes = scene.signs.routes
     if routes is None or not math.isfinite(routes.mismatch):
@@ -186,10 +144,11 @@ def _routes_partly(shift: Shift | None) -> Cause | None:
         told = f"{shift.where}:" if shift.partial else ""
         mend = "of the expert slots differ, and {:.1%} once the trainer's rows are taken " + f"{counted(abs(shift.step), shift.axis)}"
         mend += f" {_way(shift.step)}"
+    dull = f"; the first {counted(shift.dull, 'layer')} of one side hold no selection there" if shift.axis == "layer" and shift.dull else ""
     return Cause(
-        name=_MOVED[shift.axis],
+        name=CauseName.DENSE_SHIFT if dull else _MOVED[shift.axis],
         confidence=beyond(shift.here / max(shift.left, 1e-6), BETTER),
-        because=f"{told} {shift.here:.0%} {mend.format(shift.left)}".strip(),
+        because=f"{told} {shift.here:.0%} {mend.format(shift.left)}{dull}".strip(),
         advice=_ROWS,
     )
 
@@ -202,12 +161,13 @@ _ROWS = (
 
 def _polluted(scene: Scene) -> Cause | None:
     routes = scene.signs.routes
-    if routes is None or not (0.01 < routes.polluted < 0.9 and routes.healthy < 0.15):
+    if routes is None or not (routes.healthy < 0.15 and (0.01 < routes.polluted < 0.9 or routes.strange)):
         return None
+    whole = f" (all of {counted(routes.strange, 'sequence')})" if routes.strange else ""
     return Cause(
         name=CauseName.POLLUTED,
-        confidence=beyond(routes.polluted, 0.01),
-        because=f"{routes.polluted:.1%} of the tokens agree with the trainer's routes no better than chance in all layers, while"
+        confidence=max(beyond(routes.polluted, 0.01), 0.9 if routes.strange else 0.5),
+        because=f"{routes.polluted:.1%} of the tokens{whole} agree with the trainer's routes no better than chance in all layers, while"
         f" the others differ in {routes.healthy:.1%} of their slots",
         advice="Rows of a draft model, of another request or of padding stand in the capture: check speculative decoding, and"
         " the engine's slot mapping.",
@@ -220,9 +180,7 @@ _RULES: Sequence[Rule] = (
     _routes_moved,
     _polluted,
     versions,
-    _unrelated,
-    _truncated,
-    _temperature,
+    *LAW_RULES,
     boundary,
     replica,
     lag,

@@ -23,7 +23,7 @@ _CUT = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """Signs over ``tokens`` tokens with finite logprobs.
+    """Signs over ``tokens`` tokens with finite logprobs, whose mean |d| is ``size``.
 
     ``rho_excess`` is E[rho] - 1 and ``rho_z`` that over its standard error over sequences, ``rho_chance`` how likely such a one is of so
     few sequences (Student); ``explained`` is the share of the mean square of d that a function of the rollout logprob alone explains;
@@ -32,6 +32,7 @@ class Evidence:
     """
 
     tokens: int
+    size: float
     k1: float
     k3: float
     rho_excess: float
@@ -53,7 +54,9 @@ def gather(pairs: TokenPairs) -> Evidence:
     d = whole.trainer - whole.rollout
     if not len(d):
         nan = float("nan")
-        return Evidence(tokens=0, k1=nan, k3=nan, rho_excess=nan, rho_z=nan, rho_chance=1.0, explained=nan, pearson=nan, apart=nan)
+        return Evidence(
+            tokens=0, size=nan, k1=nan, k3=nan, rho_excess=nan, rho_z=nan, rho_chance=1.0, explained=nan, pearson=nan, apart=nan
+        )
     excess = np.expm1(np.clip(d, -80, 20))
     by_sequence = np.add.reduceat(excess, whole.starts)
     mean = float(excess.mean())
@@ -62,6 +65,7 @@ def gather(pairs: TokenPairs) -> Evidence:
     away = mean / error if error > 1e-12 * abs(mean) and count > 1 else 0.0
     return Evidence(
         tokens=len(d),
+        size=float(np.abs(d).mean()),
         k1=float(-d.mean()),
         k3=float((excess - d).mean()),
         rho_excess=mean,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
@@ -95,11 +95,29 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Limits of one class of model, by metric."""
+    """Limits of one class of model, by metric; ``temperature`` is that of the sampling which their sizes are for, ``None`` for any."""
 
     profile: str
     about: str
     limits: Mapping[str, Limit]
+    temperature: float | None = None
+
+    def judge(self, metric: str, interval: Interval, temperatures: Collection[float] = ()) -> GapVerdict:
+        """The verdict of a metric's limit, where tokens were sampled at ``temperatures``, as far as declared.
+
+        A limit that is broken decides nothing where they are far colder than it is for, since 1 / T multiplies what numerics do to a
+        logit; nor does that of E[rho] where tokens were chosen greedily, which is no draw. Exactness is exactness at any temperature.
+        """
+        limit = self.limits[metric]
+        verdict = limit.judge(interval)
+        if verdict is not GapVerdict.FAIL or limit.fail == 0.0:
+            return verdict
+        greedy = metric == "rho_mean_minus_1" and any(one == 0 for one in temperatures)
+        return GapVerdict.INCONCLUSIVE if greedy or self.too_cold(temperatures) else verdict
+
+    def too_cold(self, temperatures: Collection[float]) -> bool:
+        """Whether tokens were sampled at less than half of the temperature that these limits are for; greedy ones do not count."""
+        return self.temperature is not None and any(0 < one < self.temperature / 2 for one in temperatures)
 
 
 def limits_of(limits: Any, *, override: Any = None) -> Limits:
@@ -138,7 +156,8 @@ def limits_named(name: str | None = None, *, override: str | os.PathLike[str] | 
     base = shipped.get(name)
     chosen = known[name]
     merged = {**(base.limits if base else {}), **chosen.limits}
-    return Limits(profile=name, about=chosen.about, limits=merged)
+    temperature = chosen.temperature if chosen.temperature is not None or base is None else base.temperature
+    return Limits(profile=name, about=chosen.about, limits=merged, temperature=temperature)
 
 
 def _read(text: str, where: str) -> dict[str, Limits]:
@@ -149,10 +168,23 @@ def _read(text: str, where: str) -> dict[str, Limits]:
     out = {}
     for name, profile in data.get("profile", {}).items():
         limits = {metric: _limit(metric, entry, f"{where}, profile {name}") for metric, entry in profile.get("limits", {}).items()}
-        out[name] = Limits(profile=name, about=str(profile.get("about", "")), limits=limits)
+        out[name] = Limits(
+            profile=name,
+            about=str(profile.get("about", "")),
+            limits=limits,
+            temperature=_temperature(profile.get("temperature"), f"{where}, profile {name}"),
+        )
     if not out:
         raise GapError(f"{where} holds no [profile.NAME.limits] table.")
     return out
+
+
+def _temperature(value: Any, where: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise GapError(f"{where}: temperature must be a finite number above 0, not {value!r}; leave it out where the limits hold at any.")
+    return float(value)
 
 
 def _limit(metric: str, entry: Any, where: str) -> Limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ from rollproof.errors import UsageError
 from rollproof.gap.buckets import bucketed
 from rollproof.gap.decomposition import decompose
 from rollproof.gap.diagnosis import diagnose
-from rollproof.gap.intervals import Interval
-from rollproof.gap.limits import GapVerdict, Limit, Limits, limits_of
-from rollproof.gap.notes import notes_of
+from rollproof.gap.limits import GapVerdict, Limits, limits_of
+from rollproof.gap.notes import declared, notes_of
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel, measure_panel
 from rollproof.gap.report import FEW_SEQUENCES, GapReport
@@ -54,7 +54,7 @@ def measure_pairs(pairs: TokenPairs, *, limits: Limits, subject: str = "gap", re
     if not isinstance(subject, str):
         raise UsageError(f"subject={subject!r} must be text: it stands at the head of the report.")
     panel = measure_panel(pairs, resamples=resamples, seed=seed)
-    verdicts = {name: _judged(limit, panel.metrics[name], panel) for name, limit in limits.limits.items() if name in panel.metrics}
+    verdicts = {name: _judged(name, limits, panel, declared(pairs)) for name in limits.limits if name in panel.metrics}
     buckets = bucketed(pairs, seed=seed)
     failing = panel.n_nonfinite > 0 or GapVerdict.FAIL in verdicts.values()
     return GapReport(
@@ -78,7 +78,7 @@ def require_sampling(resamples: Any, seed: Any) -> None:
         raise UsageError(f"seed={seed!r} must be a whole number of at least 0.")
 
 
-def _judged(limit: Limit, interval: Interval, panel: Panel) -> GapVerdict:
+def _judged(name: str, limits: Limits, panel: Panel, temperatures: Collection[float]) -> GapVerdict:
     """The limit's verdict; of few sequences nothing passes, since their interval cannot be trusted."""
-    verdict = limit.judge(interval)
+    verdict = limits.judge(name, panel.metrics[name], temperatures)
     return GapVerdict.INCONCLUSIVE if verdict is GapVerdict.PASS and panel.n_sequences < FEW_SEQUENCES else verdict

@@ -41,7 +41,8 @@ class Metric:
     """One number of the panel.
 
     A mean is the quotient of the columns ``above`` and ``below`` of the sums, times ``factor``, plus ``shift``; a metric of scale
-    ``OTHER`` has a ``function`` of the sums in their place. ``healthy`` is its value where the two sides are equal.
+    ``OTHER`` has a ``function`` of the sums in their place. ``healthy`` is its value where the two sides are equal. ``top`` is the column
+    of the largest token, of a mean that rare tokens carry.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Metric:
     shift: float = 0.0
     function: Statistic | None = None
     healthy: float = 0.0
+    top: str = ""
     aliases: tuple[str, ...] = ()
 
     def statistic(self, sums: FloatArray) -> FloatArray:
@@ -97,6 +99,7 @@ _LIST = (
         formula="mean of rho - 1 - d: estimates KL(rollout || trainer), never negative",
         scale=Scale.POSITIVE,
         above="k3",
+        top="top_k3",
         aliases=("rollout_corr/k3_kl", "mismatch_kl", "gen_kl_error"),
     ),
     Metric(
@@ -107,12 +110,13 @@ _LIST = (
         factor=-1.0,
         aliases=("rollout_corr/kl",),
     ),
-    Metric(name="k2", formula="mean of d^2 / 2", scale=Scale.POSITIVE, above="d2", factor=0.5, aliases=("kl_v2",)),
+    Metric(name="k2", formula="mean of d^2 / 2", scale=Scale.POSITIVE, above="d2", factor=0.5, top="top_d2", aliases=("kl_v2",)),
     Metric(
         name="k3_winsorised",
         formula="k3 with |d| cut at 2: parts from k3 where a few tokens carry it",
         scale=Scale.POSITIVE,
         above="k3_winsor",
+        top="top_k3_winsor",
     ),
     Metric(
         name="k3_sequence_mean",
@@ -120,6 +124,7 @@ _LIST = (
         scale=Scale.POSITIVE,
         above="seq_k3",
         below="seq_n",
+        top="top_k3",
         # slime and miles average per sample, and clip a token's k3 at 10
         aliases=("train_rollout_kl",),
     ),
@@ -192,6 +197,7 @@ _LIST = (
         scale=Scale.POSITIVE,
         above="mult",
         healthy=1.0,
+        top="top_mult",
         aliases=("token_mult_prob_error",),
     ),
     Metric(

@@ -9,21 +9,26 @@ import numpy as np
 
 from rollproof.gap.buckets import staleness
 from rollproof.gap.column_causes import FEW, few_sequences
-from rollproof.gap.columns import BoolArray
+from rollproof.gap.columns import BoolArray, known
+from rollproof.gap.intervals import FEW_TOKENS
 from rollproof.gap.limits import Limits
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel
 from rollproof.gap.report import FEW_SEQUENCES
 from rollproof.gap.wording import counted
 
-__all__ = ["notes_of"]
+__all__ = ["declared", "notes_of"]
 
-_ENOUGH = 16_000
-"""Tokens below which the interval of k3 holds less often than it claims (docs/benchmarks.md)."""
 _RUN = 16
 """Tokens of a sequence's end that look like padding: shorter runs a sharp model ends with by itself."""
 _SEEN = 0.01
 """|d|, in nats, from which one side alone is seen to be padded."""
+
+
+def declared(pairs: TokenPairs) -> tuple[float, ...]:
+    """The temperatures that the tokens were sampled with, as far as a column tells them, each once."""
+    column = pairs.sides.get("temperature")
+    return () if column is None else tuple(float(one) for one in np.unique(column))
 
 
 def notes_of(pairs: TokenPairs, panel: Panel, limits: Limits) -> tuple[str, ...]:
@@ -38,6 +43,12 @@ def _of_the_tokens(pairs: TokenPairs) -> Iterator[str]:
         few = counted(pairs.n_sequences, "sequence", "are")
         yield f"{few} too few for intervals over sequences: measure at least {FEW_SEQUENCES}, better 64."
     yield from _padding(pairs)
+    if pairs.scattered:
+        yield (
+            f"The rows of {counted(pairs.scattered, 'sequence')} stand in several places, and no position tells their order: they are taken"
+            " in the order of the rows. If those are samples of one prompt, give each a sequence_id of its own."
+        )
+    yield from _versions_that_are_not_looked_at(pairs)
     greedy = int((pairs.sides["temperature"] == 0).sum()) if "temperature" in pairs.sides else 0
     if greedy:
         yield (
@@ -57,6 +68,18 @@ def _of_the_tokens(pairs: TokenPairs) -> Iterator[str]:
             f"{counted(len(replicas), 'replica')} sampled fewer than {FEW} sequences ({some}): of so few it cannot be told whether a"
             " replica is stale."
         )
+
+
+def _versions_that_are_not_looked_at(pairs: TokenPairs) -> Iterator[str]:
+    """Scores under versions, where no tag names one of them."""
+    if not pairs.by_version or not pairs.n_tokens:
+        return
+    tags = pairs.sides.get("version")
+    told = [] if tags is None else np.unique(tags[known(tags)]).tolist()
+    if not set(told) & set(pairs.by_version):
+        scored = ", ".join(map(str, list(pairs.by_version)[:4]))
+        tagged = f"no token has one of them as its version ({', '.join(map(str, told[:4]))})" if told else "no token has a version"
+        yield f"trainer_logprob@VERSION is there for {scored}, and {tagged}: whether another version sampled was not looked at."
 
 
 def _padding(pairs: TokenPairs) -> Iterator[str]:
@@ -91,11 +114,18 @@ def _ends(pairs: TokenPairs, found: BoolArray) -> np.ndarray[tuple[int], np.dtyp
 
 
 def _of_the_numbers(pairs: TokenPairs, panel: Panel, limits: Limits) -> Iterator[str]:
-    k3 = panel.metrics["kl_mu_pi_k3"]
-    if panel.n_tokens < _ENOUGH and k3.low < k3.high:
+    if limits.too_cold(temperatures := declared(pairs)):
+        coldest = min(one for one in temperatures if one > 0)
         yield (
-            f"k3 of {counted(panel.n_tokens, 'token')} may be larger than its interval says, which holds the true value in 83 % of data"
-            f" sets of 640 tokens, in 90 % of 1,920, in 92 % of 6,400, and from {_ENOUGH:,} on in 94 %. mean |d| is known better."
+            f"Tokens were sampled at temperature {coldest:g}, and the limits {limits.profile} are for {limits.temperature:g}: numerics"
+            f" weigh {(limits.temperature or 1) / coldest:.2g} times as much there, so that a limit that is broken decides nothing. Give"
+            " limits of your own with their temperature (--limits-file)."
+        )
+    k3 = panel.metrics["kl_mu_pi_k3"]
+    if panel.n_tokens < FEW_TOKENS and k3.low < k3.high:
+        yield (
+            f"k3 of {counted(panel.n_tokens, 'token')} may be larger than its interval says, which holds the true value in 90 % of data"
+            " sets of 640 tokens, and from 1,920 on in 95 %. mean |d| is known better."
         )
     plain, cut = panel.metrics["kl_mu_pi_k3"].value, panel.metrics["k3_winsorised"].value
     if plain > 2 * cut > 0:

@@ -57,8 +57,9 @@ class TokenPairs:
     ``rollout`` and ``trainer`` are ``(n,)`` float64 (natural log), ``starts`` is ``(sequences,)`` with the first token of
     each sequence, ``sequences`` their names. ``sides`` holds optional ``(n,)`` columns by name (``COLUMNS``); ``routes`` the
     optional ``(n, layers, top_k)`` arrays ``rollout_routes`` and ``trainer_routes``; ``by_version`` the trainer's logprobs
-    ``(n,)`` under each of several weight versions; ``masked`` counts the tokens that the mask left out. Logprobs that are
-    not finite are kept: the panel counts them, and nothing averages over them.
+    ``(n,)`` under each of several weight versions; ``masked`` counts the tokens that the mask left out, ``scattered`` the sequences
+    whose rows stood in several places with no position to tell their order. Logprobs that are not finite are kept: the panel counts
+    them, and nothing averages over them.
     """
 
     rollout: FloatArray
@@ -69,6 +70,7 @@ class TokenPairs:
     routes: Mapping[str, IntArray] = field(default_factory=dict)
     by_version: Mapping[Any, FloatArray] = field(default_factory=dict)
     masked: int = 0
+    scattered: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -112,6 +114,7 @@ class TokenPairs:
             routes={name: array[keep] for name, array in self.routes.items()},
             by_version={version: array[keep] for version, array in self.by_version.items()},
             masked=self.masked + int(len(keep) - keep.sum()),
+            scattered=self.scattered,
         )
 
     @classmethod
@@ -151,7 +154,7 @@ class TokenPairs:
         for name, column in scores.items():
             never_positive(column, counted, name)
         same_tokens(given, counted)
-        order = _order(codes, given.get("position"))
+        order, codes_as_given = _order(codes, given.get("position")), codes
         pick = order[counted[order]] if order is not None else (None if counted.all() else np.flatnonzero(counted))
 
         def take(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -170,6 +173,7 @@ class TokenPairs:
             routes={name: take(given[name]) for name in ("rollout_routes", "trainer_routes") if name in given},
             by_version={version: take(column) for version, column in versions.items()},
             masked=int(len(counted) - counted.sum()),
+            scattered=0 if "position" in given or order is None else _scattered(codes_as_given),
         )
 
 
@@ -185,6 +189,12 @@ def _order(codes: IntArray, position: npt.NDArray[Any] | None) -> IntArray | Non
             return np.lexsort((position, codes))
         return None
     return None if bool((np.diff(codes) >= 0).all()) else np.argsort(codes, kind="stable")
+
+
+def _scattered(codes: IntArray) -> int:
+    """Sequences whose rows stand in several places."""
+    begins = np.flatnonzero(np.diff(codes, prepend=-1))
+    return int((np.bincount(codes[begins]) > 1).sum())
 
 
 def _once(names: npt.NDArray[Any], codes: IntArray, position: npt.NDArray[Any]) -> None:

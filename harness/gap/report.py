@@ -61,10 +61,16 @@ class GapReport:
     def required_n(self) -> int | None:
         """Tokens, of sequences like these, that would decide every limit; ``None`` where that cannot be said."""
         needed = [self.limits.limits[name].tokens_needed(self.panel.metrics[name], self.panel.n_tokens) for name in self.verdicts]
-        if not needed or any(tokens is None for tokens in needed):
+        if not needed or any(tokens is None for tokens in needed) or any(self._excused(name) for name in self.verdicts):
             return None
         few = self.panel.n_tokens * FEW_SEQUENCES / max(self.panel.n_sequences, 1)
         return max([tokens for tokens in needed if tokens is not None] + [math.ceil(few)] * (self.panel.n_sequences < FEW_SEQUENCES))
+
+    def _excused(self, name: str) -> bool:
+        """Whether a limit is broken and decides nothing all the same: no number of tokens would change that."""
+        return (
+            self.verdicts[name] is GapVerdict.INCONCLUSIVE and self.limits.limits[name].judge(self.panel.metrics[name]) is GapVerdict.FAIL
+        )
 
     def aliased(self) -> dict[str, float]:
         """The numbers under the names that verl, NeMo-RL, slime, prime-rl, TRL, SkyRL and others log; NaN where nothing was measured."""
@@ -237,9 +243,12 @@ def _limited(interval: Interval, limit: Limit, verdict: GapVerdict, tokens: int)
     word, style = _WORDS[verdict]
     yield style, _ROW.format(word, limit.metric, *_told(interval), f"{limit.target:.3g}", f"{_SIGNS[limit.side]} {limit.fail:.3g}").rstrip()
     if verdict is GapVerdict.INCONCLUSIVE:
-        few = limit.judge(interval) is not GapVerdict.INCONCLUSIVE
-        needed = None if few else limit.tokens_needed(interval, tokens)
-        yield style, f"{_INDENT}about {rounded(needed)} tokens would decide" if needed else f"{_INDENT}more sequences are needed"
+        own = limit.judge(interval)
+        needed = limit.tokens_needed(interval, tokens) if own is GapVerdict.INCONCLUSIVE else None
+        if own is GapVerdict.FAIL:
+            yield style, f"{_INDENT}beyond the limit, which decides nothing at this temperature"
+        else:
+            yield style, f"{_INDENT}about {rounded(needed)} tokens would decide" if needed else f"{_INDENT}more sequences are needed"
     yield Style.FAINT, _INDENT + textwrap.shorten(limit.source, _WIDTH - len(_INDENT), placeholder=" ...")
 
 

@@ -8,12 +8,15 @@ import numpy as np
 
 from rollproof.gap.agreement import overlap
 from rollproof.gap.pairs import TokenPairs
-from rollproof.gap.shifts import ENOUGH, STEPS, Shift, moved_layers, moved_tokens, route_shift
+from rollproof.gap.shifts import ENOUGH, STEPS, Shift, lost_shift, moved_layers, moved_tokens, route_shift
 from rollproof.records import IntArray
 
 __all__ = ["RouteEvidence", "route_evidence"]
 
 _SLOTS = 8
+_ROWS = 20
+_ALMOST = 0.9
+"""A sequence of at least so many rows, of which so many agree no better than chance, is another request's: healthy ones never are."""
 _MOST = 1 << 22
 """Slots that are looked at: more change no conclusion, and cost seconds."""
 
@@ -24,7 +27,8 @@ class RouteEvidence:
 
     ``token_shift`` and ``layer_shift`` map a shift to the mismatch that is left when the trainer's rows are moved by it; ``shift`` is one
     that mends a part of the tokens or layers. ``polluted`` is the share of tokens whose rows agree no better than chance, ``healthy`` the
-    mismatch of the others; NaN where a token has so few slots (``_SLOTS``) that one flip could look so.
+    mismatch of the others; NaN where a token has so few slots (``_SLOTS``) that one flip could look so. ``strange`` counts the sequences
+    of which hardly a row agrees better.
     ``dull_layers`` are leading layers of the axis whose rows hold no selection (one expert several times, or negative).
     """
 
@@ -34,6 +38,7 @@ class RouteEvidence:
     shift: Shift | None
     polluted: float
     healthy: float
+    strange: int
     dull_layers: int
 
 
@@ -53,13 +58,16 @@ def route_evidence(pairs: TokenPairs) -> RouteEvidence | None:
     chance = 1 - top_k / (int(max(left.max(), right.max())) + 1)
     lost = told & (row > 0.7 * chance)
     well = told & ~lost
+    many = left.shape[1] * top_k >= _SLOTS
+    known, gone = (np.bincount(owner, weights=one, minlength=pairs.n_sequences) for one in (told, lost))
     return RouteEvidence(
         mismatch=_missed(left, right),
         token_shift={step: _missed(*moved_tokens(left, right, owner, step)) for step in STEPS},
         layer_shift={step: _missed(*moved_layers(left, right, step)) for step in STEPS if abs(step) < left.shape[1]},
-        shift=route_shift(left, right, pairs),
-        polluted=float(lost.mean()) if left.shape[1] * top_k >= _SLOTS else float("nan"),
+        shift=route_shift(left, right, pairs) or (lost_shift(left, right, lost, pairs) if many else None),
+        polluted=float(lost.mean()) if many else float("nan"),
         healthy=float(row[well].mean()) if well.any() else float("nan"),
+        strange=int(((known >= _ROWS) & (gone > _ALMOST * known)).sum()) if many else 0,
         dull_layers=int(np.argmax(captured)) if captured.any() else left.shape[1],
     )
 

@@ -18,7 +18,19 @@ from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.wording import counted
 from rollproof.records import IntArray
 
-__all__ = ["BETTER", "ENOUGH", "MISMATCH", "STEPS", "Shift", "logprob_shift", "moved_layers", "moved_tokens", "route_shift"]
+__all__ = [
+    "BETTER",
+    "ENOUGH",
+    "MISMATCH",
+    "STEPS",
+    "Shift",
+    "dull_layers",
+    "logprob_shift",
+    "lost_shift",
+    "moved_layers",
+    "moved_tokens",
+    "route_shift",
+]
 
 ENOUGH = 100
 """Tokens below which no shift is told."""
@@ -43,6 +55,7 @@ class Shift:
     """What fits ``step`` places further on along ``axis`` (``token`` or ``layer``): in ``sequences`` of ``total`` sequences, in ``third``
     (0, 1, 2) of them where it is one, in ``layers`` where it is not all. ``here`` and ``left`` are the mean |d| (of routes: the share of
     slots that differ) of those tokens as they stand and after the move. ``layer_of`` maps layers that stand for another to that one.
+    ``tokens`` counts them where they stand here and there, and ``dull`` the leading layers that hold no selection at most of them.
     """
 
     axis: str
@@ -54,11 +67,13 @@ class Shift:
     third: int | None = None
     layers: tuple[int, ...] | None = None
     layer_of: tuple[tuple[int, int], ...] = ()
+    tokens: int = 0
+    dull: int = 0
 
     @property
     def partial(self) -> bool:
         """Whether a part of the tokens or layers is where it belongs."""
-        return self.sequences < self.total or self.third is not None or self.layers is not None
+        return self.tokens > 0 or self.sequences < self.total or self.third is not None or self.layers is not None
 
     @property
     def where(self) -> str:
@@ -67,7 +82,9 @@ class Shift:
         if self.layers is not None:
             some = ", ".join(map(str, self.layers[:6])) + (" ..." if len(self.layers) > 6 else "")
             told.append(f"in layer {some} alone" if len(self.layers) == 1 else f"in layers {some}")
-        if self.third is not None:
+        if self.tokens:
+            told.append(f"at {counted(self.tokens, 'token')} of {counted(self.sequences, 'sequence')}")
+        elif self.third is not None:
             told.append(
                 f"in the {('first', 'middle', 'last')[self.third]} third of {self.sequences:,} of {counted(self.total, 'sequence')}"
             )
@@ -161,14 +178,68 @@ def _hit(axis: str, step: int, blocks: _Blocks, base: FloatArray, moved: FloatAr
         return 0.0, None
     weight = float(rows[hit].sum())
     layers = np.flatnonzero(hit.any(axis=0))
+    own = rows[hit.any(axis=1)].sum(axis=0)
     return weight, Shift(
         axis=axis,
         step=step,
+        dull=dull_layers(own / own.max()),
         here=float((here * rows)[hit].sum() / weight),
         left=float((after * rows)[hit].sum() / weight),
         layers=None if len(layers) == there.any(axis=0).sum() else tuple(layers.tolist()),
         **blocks.place(hit.any(axis=1), there.any(axis=1)),
     )
+
+
+def lost_shift(left: IntArray, right: IntArray, lost: BoolArray, pairs: TokenPairs) -> Shift | None:
+    """What mends tokens that stand here and there: of those ``lost`` (no layer agrees), most are another token's or layer's rows.
+
+    Rows of a stranger (a draft model, another request) fit nowhere. Where a stretch of lost rows begins or ends, the last of them has its
+    neighbour outside: a third that is mended is enough.
+    """
+    owner = pairs.owner[: len(left)]
+    count = int(lost.sum())
+    best: tuple[float, Shift | None] = (max(_LEAST - 1, count / 3), None)
+    for axis, step in [("token", step) for step in STEPS] + [("layer", step) for step in STEPS if abs(step) < left.shape[1]]:
+        if axis == "token":
+            ours = _neighboured(owner, step)
+            ours = ours[lost[ours]]
+            moved = left[ours], right[ours + step]
+        else:
+            ours = np.flatnonzero(lost)
+            moved = moved_layers(left[ours], right[ours], step)
+        after, here = _row_mismatch(*moved), _row_mismatch(left[ours], right[ours])
+        mended = BETTER * after <= here
+        if mended.sum() > best[0]:
+            own = ours[mended]
+            captured = overlap(left[own], right[own])[1].mean(axis=0)
+            best = (
+                float(mended.sum()),
+                Shift(
+                    axis=axis,
+                    step=step,
+                    here=float(here[mended].mean()),
+                    left=float(after[mended].mean()),
+                    sequences=len(np.unique(owner[own])),
+                    total=pairs.n_sequences,
+                    tokens=len(own),
+                    dull=dull_layers(captured),
+                ),
+            )
+    return best[1]
+
+
+def _row_mismatch(left: IntArray, right: IntArray) -> FloatArray:
+    """``(rows,)``: share of the slots that differ, over the layers that hold a selection on both sides; NaN where none does."""
+    common, whole = overlap(left, right)
+    rows = whole.sum(axis=1)
+    missed = np.where(whole, 1 - common / left.shape[2], 0.0).sum(axis=1)
+    return np.divide(missed, rows, out=np.full(len(left), np.nan), where=rows > 0)
+
+
+def dull_layers(captured: FloatArray) -> int:
+    """Leading layers that hold a selection in less than half of the rows; 0 where none of them does."""
+    there = np.asarray(captured) >= 0.5
+    return int(np.argmax(there)) if there.any() else 0
 
 
 def _of_other_layers(left: IntArray, right: IntArray, base: FloatArray) -> tuple[float, Shift | None]:

@@ -28,8 +28,10 @@ NAMES: tuple[str, ...] = (
     "diff_prob", "diff_prob2", "p", "q", "pp", "qq", "pq",
     "F2", "F5", "F10", "different",
     "seq_k1", "seq_abs_k1", "seq_k3", "seq_abs", "seq_geo", "seq_d", "seq_d2", "seq_n",
+    "top_d2", "top_k3", "top_k3_winsor", "top_mult",
 )  # fmt: skip
-"""Columns of the sums, in order. ``seq_*`` are one value a sequence, of its mean (or sum); the others add up over tokens."""
+"""Columns of the sums, in order. ``seq_*`` are one value a sequence, of its mean (or sum), ``top_*`` that of its largest token; the
+others add up over tokens."""
 PLACE: Mapping[str, int] = {name: i for i, name in enumerate(NAMES)}
 
 
@@ -79,6 +81,8 @@ def _fill(out: FloatArray, rollout: FloatArray, trainer: FloatArray, starts: Int
         }
     for name, column in columns.items():
         out[:, PLACE[name]] = np.add.reduceat(column, starts, dtype=np.float64)
+    for name in ("d2", "k3", "k3_winsor", "mult"):
+        out[:, PLACE[f"top_{name}"]] = np.maximum.reduceat(columns[name], starts)
     out[:, PLACE["sequences"]] = 1.0
     out[:, PLACE["tokens"]] = np.diff(np.append(starts, len(d)))
     _sequence_values(out)

@@ -23,6 +23,8 @@ __all__ = ["read_columns", "read_pairs"]
 REQUIRED = ("sequence_id", "rollout_logprob", "trainer_logprob", "mask")
 _BY_VERSION = "trainer_logprob@"
 _ROUTES = ("rollout_routes", "trainer_routes")
+_MAY_MISS = ("rollout_logprob", "trainer_logprob", "current_logprob", "version", "current_version", "replica", "part")
+"""Columns that need not have a value for every token: what a missing one means is theirs to say."""
 
 
 def read_pairs(path: Path, *, renamed: Mapping[str, str] | None = None) -> TokenPairs:
@@ -43,14 +45,14 @@ def read_columns(
     Raises as ``read_pairs`` does where one of ``required`` is not there.
     """
     table = _load(path, dict(renamed or {}), required)
-    columns = {name: table.column(name) for name in table.column_names}
+    columns = {name: _plain_lists(table.column(name)) for name in table.column_names}
     listed = {name for name, column in columns.items() if _depth(column.type) > (2 if name in _ROUTES else 0)}
     if listed:
         columns = _flattened(columns, listed, path)
     values = {name: _numpy(name, column) for name, column in columns.items()}
     tags = values.get("version")
     number = int if tags is None or tags.dtype.kind not in "OUS" else str  # a tag "0" is that of trainer_logprob@0
-    by_version = {_version(name, number): values.pop(name) for name in list(values) if name.startswith(_BY_VERSION)}
+    by_version = {_version(name, number, path): values.pop(name) for name in list(values) if name.startswith(_BY_VERSION)}
     return values, by_version
 
 
@@ -131,6 +133,14 @@ def _named(table: Any, renamed: Mapping[str, str]) -> Any:
     return table.rename_columns([ours.get(name, name) for name in table.column_names])
 
 
+def _plain_lists(column: Any) -> Any:
+    """A column of list views as one of lists, which every function of Arrow takes."""
+    import pyarrow as pa
+
+    view = getattr(pa.types, "is_list_view", None)  # since pyarrow 16
+    return column.cast(pa.list_(column.type.value_type)) if view is not None and view(column.type) else column
+
+
 def _depth(kind: Any) -> int:
     import pyarrow.types as pt
 
@@ -144,14 +154,32 @@ def _flattened(columns: Mapping[str, Any], listed: set[str], path: Path) -> dict
     """One row a token, from one row a sequence: lists are laid end to end, and what is no list holds for all its sequence's tokens."""
     import pyarrow.compute as pc
 
+    for name in sorted(listed):
+        if columns[name].null_count:
+            row = int(np.argmax(columns[name].is_null().to_numpy(zero_copy_only=False)))
+            raise GapError(f"{path}: {name} holds no list in row {row}: write an empty one for a sequence without tokens.")
     lengths = {name: pc.list_value_length(columns[name]).to_numpy(zero_copy_only=False) for name in listed}
     first = next(iter(lengths))
     for name, found in lengths.items():
         if not np.array_equal(found, lengths[first]):
             row = int(np.flatnonzero(found != lengths[first])[0]) if len(found) == len(lengths[first]) else 0
             raise GapError(f"{path}: {name} and {first} differ in length in row {row}: each list needs one entry per token.")
+    if "sequence_id" in columns and "sequence_id" not in listed and "position" not in listed:
+        _one_row_each(columns["sequence_id"], path)
     parents = pc.list_parent_indices(columns[first])
     return {name: pc.list_flatten(column) if name in listed else column.take(parents) for name, column in columns.items()}
+
+
+def _one_row_each(column: Any, path: Path) -> None:
+    """Raise ``GapError`` where two rows have one sequence_id: which of them a position is in could not be told."""
+    ids = column.to_pylist()
+    twice = next((name for name, count in Counter(ids).items() if count > 1), None)
+    if twice is not None:
+        rows = [row for row, name in enumerate(ids) if name == twice][:2]
+        raise GapError(
+            f"{path}: rows {rows[0]} and {rows[1]} both have the sequence_id {twice}: a row is a sequence, so give each sample one of"
+            " its own, such as prompt and number of the sample (or add position, where rows are parts of one sequence)."
+        )
 
 
 def _numpy(name: str, column: Any) -> npt.NDArray[Any]:
@@ -163,14 +191,14 @@ def _numpy(name: str, column: Any) -> npt.NDArray[Any]:
     if kind in ("string", "large_string") or kind.startswith("dictionary"):
         # codes instead of ten million Python strings
         encoded = column.dictionary_encode().combine_chunks() if not kind.startswith("dictionary") else column.combine_chunks()
-        if encoded.null_count:
-            raise GapError(f"{name} holds missing values: every token must have one.")
+        if encoded.null_count and name not in _MAY_MISS:
+            raise GapError(f"{name} holds {encoded.null_count:,} missing values: every token must have one.")
         if name == "sequence_id":
             words = np.asarray(encoded.dictionary.to_pylist())
             return np.asarray(words[encoded.indices.to_numpy()])
-        words = np.asarray(encoded.dictionary.to_pylist(), dtype=object)
-        return np.asarray(words[encoded.indices.to_numpy()])
-    if column.null_count and name not in ("rollout_logprob", "trainer_logprob", "current_logprob") and not name.startswith(_BY_VERSION):
+        words = np.asarray([*encoded.dictionary.to_pylist(), None], dtype=object)  # the last is that of -1
+        return np.asarray(words[encoded.indices.fill_null(-1).to_numpy()])
+    if column.null_count and name not in _MAY_MISS and not name.startswith(_BY_VERSION):
         raise GapError(f"{name} holds {column.null_count:,} missing values: every token must have one.")
     values = column.to_numpy()
     return np.asarray(values)
@@ -193,6 +221,8 @@ def _route_array(name: str, column: Any) -> npt.NDArray[Any]:
     return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(-1, *sizes)
 
 
-def _version(name: str, number: type[int | str]) -> int | str:
+def _version(name: str, number: type[int | str], path: Path) -> int | str:
     text = name.removeprefix(_BY_VERSION)
+    if not text:
+        raise GapError(f"{path}: the column {name} names no version behind its sign: trainer_logprob@VERSION.")
     return number(text) if text.lstrip("-").isdigit() else text

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollproof.fakes.gap import PROFILES, closed_form, noise_scale
-from rollproof.gap import GapReport, measure
+from rollproof.console import text_of
+from rollproof.fakes.gap import PROFILES, bank, closed_form, noise_scale
+from rollproof.gap import GapReport, GapVerdict, gap_lines, limits_named, measure
 from rollproof.gap.causes import CauseName
 from tests.support.gap_measured import sampled
 
@@ -124,3 +126,56 @@ def test_the_replica_of_each_token_counts_and_not_that_of_its_sequence_s_first()
     )  # fmt: skip
     (cause,) = [one for one in report.causes if one.name == "stale replica"]
     assert cause.because.startswith("sequences of replica 3 have ")
+
+
+def test_rounding_that_has_a_pattern_is_no_temperature() -> None:
+    """Logprobs that part by a millionth of themselves are equal for every purpose, whatever function of the logprob that is."""
+    rollout = sampled(np.random.default_rng(0), 6000)
+    for factor, named in ((1 + 1e-6, "numerics only"), (1.001, "temperature or logprob mode")):
+        report = measure(rollout, rollout * factor, sequence_id=np.arange(6000) // 100, mask=np.ones(6000), resamples=100)
+        assert {named} == told(report)
+
+
+@pytest.mark.parametrize("apart", [0, 4])
+def test_one_version_that_is_apart_is_no_rise(apart: int) -> None:
+    """Of five ages only the oldest differs more: that is no |d| that rises with age; a difference that grows with it is."""
+    rng = np.random.default_rng(1)
+    rollout = sampled(rng, 24_000).reshape(60, 400)
+    version = np.arange(60) % 5
+    for factor, named in ((np.where(version == apart, 4.0, 1.0), "numerics only"), (5.0 - version, "staleness")):
+        noise = 0.02 * factor[:, None] * (1 - np.exp(rollout)) * rng.standard_normal(rollout.shape)
+        columns = {"sequence_id": np.arange(24_000) // 400, "mask": np.ones(24_000), "version": np.repeat(version, 400)}
+        assert {named} == told(measure(rollout.ravel(), np.minimum(rollout + noise, 0).ravel(), **columns, resamples=100))
+
+
+def test_tokens_sampled_far_colder_than_the_limits_are_for_break_none() -> None:
+    """At T = 0.1 numerics weigh ten times as much: a broken limit is undecided and says so, until limits are given for that temperature."""
+    rng = np.random.default_rng(2)
+    rollout = sampled(rng, 12_000)
+    trainer = np.minimum(rollout + 0.4 * (1 - np.exp(rollout)) * rng.standard_normal(12_000), 0)
+    given = {"sequence_id": np.arange(12_000) // 200, "mask": np.ones(12_000), "resamples": 100}
+    assert GapVerdict.FAIL is measure(rollout, trainer, **given).verdict
+    assert GapVerdict.FAIL is measure(rollout, trainer, **given, temperature=np.full(12_000, 0.6)).verdict
+    cold = measure(rollout, trainer, **given, temperature=np.full(12_000, 0.1))
+    assert (GapVerdict.INCONCLUSIVE, None, {"numerics only"}) == (cold.verdict, cold.required_n, told(cold))
+    assert any("sampled at temperature 0.1, and the limits moe-bf16 are for 1: numerics weigh 10 times" in note for note in cold.notes)
+    assert "beyond the limit, which decides nothing at this temperature" in text_of(gap_lines(cold))
+    own = dataclasses.replace(limits_named(), temperature=0.1)
+    assert GapVerdict.FAIL is measure(rollout, trainer, **given, temperature=np.full(12_000, 0.1), limits=own).verdict
+    exact = measure(rollout, trainer, **given, temperature=np.full(12_000, 0.1), limits="bitwise")
+    assert GapVerdict.FAIL is exact.verdict
+
+
+def test_greedy_tokens_break_no_law() -> None:
+    """Tokens that were chosen are no draws: an E[rho] below 1 is neither a truncated support nor a broken limit; sizes are judged."""
+    rng = np.random.default_rng(3)
+    logits = bank(20_000, rng)
+    picked = np.argmax(logits, axis=1)
+    laws = [x - x.max(axis=1, keepdims=True) for x in (logits, logits + 0.5 * rng.standard_normal(logits.shape))]
+    rollout, trainer = (x[np.arange(20_000), picked] - np.log(np.exp(x).sum(axis=1)) for x in laws)
+    given = {"sequence_id": np.arange(20_000) // 200, "mask": np.ones(20_000), "resamples": 100}
+    assert "truncated support (top-p or top-k)" in told(measure(rollout, trainer, **given))
+    report = measure(rollout, trainer, **given, temperature=np.zeros(20_000))
+    assert told(report) <= FAULTLESS
+    assert GapVerdict.INCONCLUSIVE is report.verdicts["rho_mean_minus_1"]
+    assert GapVerdict.FAIL is report.verdicts["abs_diff_mean"]

@@ -168,11 +168,25 @@ def test_of_few_sequences_no_metric_passes(sequences: int) -> None:
 
 
 def test_k3_of_few_tokens_is_told_to_be_known_badly() -> None:
-    """Below 16,000 tokens a note says how often the interval of k3 holds; not above, and not where the two sides are equal."""
+    """Below 2,000 tokens a note says how often the interval of k3 holds; not above, and not where the two sides are equal."""
     rng = np.random.default_rng(0)
-    for sequences, factor, told in ((40, 1.0, True), (320, 1.0, False), (40, 0.0, False)):
+    for sequences, factor, told in ((30, 1.0, True), (40, 1.0, False), (30, 0.0, False)):
         rollout = -rng.exponential(0.4, 50 * sequences)
         trainer = np.minimum(rollout + factor * 0.02 * rng.standard_normal(len(rollout)), 0)
         ids = np.arange(len(rollout)) // 50
         report = measure(rollout, trainer, sequence_id=ids, mask=np.ones(len(rollout)), resamples=100)
-        assert told == any(note.startswith("k3 of 2,000 tokens may be larger than its interval says") for note in report.notes)
+        assert told == any(note.startswith("k3 of 1,500 tokens may be larger than its interval says") for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [("0", "must be a finite number above 0, not 0"), ("true", "not True"), ('"hot"', "not 'hot'")]
+)
+def test_a_profile_s_temperature_is_a_number(tmp_path: Path, value: str, words: str) -> None:
+    """What is no temperature is refused; a profile without one keeps that of the shipped profile of its name, or holds at any."""
+    file = tmp_path / "own.toml"
+    limit = 'k1 = {target = 0, warn = 1, fail = 2, source = "me"}\n'
+    file.write_text(f"[profile.x]\ntemperature = {value}\n[profile.x.limits]\n{limit}")
+    with pytest.raises(GapError, match=f"profile x: temperature .*{words}"):
+        limits_named("x", override=file)
+    file.write_text(f"[profile.x.limits]\n{limit}[profile.moe-bf16.limits]\n{limit}")
+    assert (None, 1.0) == tuple(limits_named(name, override=file).temperature for name in ("x", "moe-bf16"))

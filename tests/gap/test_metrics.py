@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import lru_cache
 
@@ -184,3 +185,17 @@ def test_one_seed_gives_one_panel() -> None:
     first, again, other = (measure_panel(pairs, resamples=100, seed=seed).metrics["pearson"] for seed in (0, 0, 1))
     assert first == again
     assert first != other
+
+
+def test_the_upper_end_of_k3_has_room_for_tokens_that_were_not_sampled() -> None:
+    """By the rule of three: 3 in n of the tokens may be as large as the largest; the lower end knows nothing of them."""
+    rng = np.random.default_rng(0)
+    rollout = -rng.exponential(1.0, (40, 20)) - 2
+    trainer = rollout + 0.3 * rng.standard_normal(rollout.shape)
+    trainer[3, 7] = rollout[3, 7] + 1.5
+    sums = sequence_sums(_pairs(rollout, trainer))
+    plain = dataclasses.replace(METRICS["kl_mu_pi_k3"], top="")
+    with_room, without = (metric_interval(metric, Resampler(sums)) for metric in (METRICS["kl_mu_pi_k3"], plain))
+    d = trainer[3, 7] - rollout[3, 7]
+    assert (with_room.value, with_room.low) == (without.value, without.low)
+    assert with_room.high - without.high == pytest.approx(3 * (math.expm1(d) - d) / 800)

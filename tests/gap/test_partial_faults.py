@@ -99,6 +99,108 @@ def test_routes_shifted_in_a_part_are_named_and_placed(change: Change, name: str
     assert re.search(where, cause.because), cause.because
 
 
+def dense(part: Any) -> Change:
+    """Rows of ``part`` with a dense first layer that was not skipped."""
+
+    def change(routes: Any) -> Any:
+        wrong = np.roll(routes, 1, axis=2)
+        wrong[:, :, 0] = 0
+        routes[part] = wrong[part]
+        return routes
+
+    return change
+
+
+def by_layer(part: Any) -> Change:
+    def change(routes: Any) -> Any:
+        routes[part] = np.roll(routes, 1, axis=2)[part]
+        return routes
+
+    return change
+
+
+HERE_AND_THERE = {
+    "the first tokens": np.s_[:, :25],
+    "the last tokens": np.s_[:, 115:],
+    "behind resumes": np.s_[:, [40, 41, 42, 80, 81, 82]],
+}
+
+
+@pytest.mark.parametrize("part", HERE_AND_THERE.values(), ids=HERE_AND_THERE)
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (later, "routes shifted by a token"),
+        (by_layer, "routes shifted by a layer"),
+        (dense, "routes shifted by dense layers"),
+    ],
+)
+def test_routes_shifted_here_and_there_are_no_pollution(change: Callable[[Any], Change], name: str, part: Any) -> None:
+    """Of tokens that make no block, rows that agree no better than chance are tried at other places before a stranger is blamed."""
+    cause = the_cause(rerouted(change(part)))
+    assert name == cause.name
+    assert re.search(r"at [\d,]+ tokens of 60 sequences: \d+% of the expert slots differ, and \d", cause.because), cause.because
+
+
+@pytest.mark.parametrize("part", [np.s_[:1], np.s_[:6], np.s_[:, 80:]])
+def test_a_dense_layer_that_some_rows_have_is_named(part: Any) -> None:
+    """Where leading layers hold no selection in a part of the sequences alone, it is a dense layer, not a layer shift."""
+    cause = the_cause(rerouted(dense(part)))
+    assert "routes shifted by dense layers" == cause.name
+    assert "the first 1 layer of one side hold no selection there" in cause.because
+
+
+def test_one_polluted_sequence_of_many_is_seen() -> None:
+    """Less than a hundredth of the tokens, but all of one sequence."""
+    world = GapWorld(sequences=150, length=40)
+    columns = gap_columns("numerics only", seed=1, world=world)
+    routes = columns["trainer_routes"].copy()
+    routes[400:440] = np.argsort(np.random.default_rng(0).random((40, 6, 32)), axis=2)[:, :, :4]
+    cause = the_cause({**columns, "trainer_routes": routes})
+    assert "polluted capture" == cause.name
+    assert "(all of 1 sequence)" in cause.because
+
+
+@pytest.mark.parametrize(("alone", "where"), [(False, "; before a resume alone"), (True, "; behind a resume alone")])
+def test_a_version_that_is_wrong_on_one_side_of_a_resume(alone: bool, where: str) -> None:
+    """A sample with one tag for all its segments: the tokens of the other segments are of another version, and it is said which."""
+    rng = np.random.default_rng(0)
+    rollout = sampled(rng, 60 * 120).reshape(60, 120)
+    place = np.arange(120)
+    noise, drift = ((0.03 * size * (1 - np.exp(rollout)) * rng.standard_normal(rollout.shape)) for size in (1, 4))
+    wrong = (place >= 60) if alone else (place < 60)
+    scores = {version: np.minimum(rollout + noise + drift * ((version == 4) == wrong), 0).ravel() for version in (4, 3)}
+    report = measure(
+        rollout.ravel(), scores[4], sequence_id=np.repeat(np.arange(60), 120), mask=np.ones(7200), version=np.full(7200, 4),
+        by_version=scores, since_resume=np.tile(np.where(place < 60, -1, place - 60), 60), resamples=100,
+    )  # fmt: skip
+    (cause,) = [one for one in report.causes if one.name == "wrong version scored"]
+    assert f"(tag 4: version 3{where})" in cause.because
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("top-p 0.90", "truncated support (top-p or top-k)"),
+        ("raw logprobs, T=0.6", "temperature or logprob mode"),
+        ("lost weights", "unrelated weights"),
+        ("stale replica", "stale replica"),
+    ],
+)
+def test_what_one_replica_does_is_named_by_its_own_tokens(fault: str, name: str) -> None:
+    """A replica that samples from another law is told by that law's sign; weights that are a little older show none, and stay stale."""
+    world = GapWorld(sequences=64, length=300)
+    healthy, wrong = (gap_columns(one, seed=seed, world=world) for one, seed in (("numerics only", 1), (fault, 2)))
+    own = np.repeat(np.arange(64) % 4 == 2, 300)
+    columns = {side: np.where(own, wrong[side], healthy[side]) for side in ("rollout_logprob", "trainer_logprob")}
+    report = measure(
+        **columns, sequence_id=healthy["sequence_id"], mask=healthy["mask"], replica=np.repeat(np.arange(64) % 4, 300), resamples=100
+    )
+    (cause,) = report.causes
+    assert name == cause.name
+    assert "replica 2" in cause.because
+
+
 def test_polluted_rows_are_no_shift() -> None:
     """Rows of strangers, in whole sequences or here and there, fit no other place."""
     rng = np.random.default_rng(0)
