@@ -44,8 +44,8 @@ def stacks_page() -> Iterator[str]:
     yield "# Stacks\n\nReleased frameworks whose own, unmodified code is judged on fake engines: `rollproof verify --stack NAME`,"
     yield "where it is installed; `nox -s upstream -- NAME==VERSION` installs it and holds its verdicts to the matrix of"
     yield "[harness/stacks/verdicts](../harness/stacks/verdicts). What fails is shown by hand in [track-record.md](track-record.md)."
-    yield "slime, prime-rl, NeMo-RL and ROLL are judged from a checkout, `--checkout DIR`, at the commit of the table; `--force` judges another"
-    yield "commit, or code that was changed there (`<commit>+changed`), as that one.\n"
+    yield "slime, prime-rl, NeMo-RL and ROLL are judged from a checkout, `--checkout DIR`, at the commit of the table; `--force` judges"
+    yield "another commit, or code that was changed there (`<commit>+changed`), as that one.\n"
     yield from _parts(results)
     yield from _table(results)
     yield from _failing(results)
