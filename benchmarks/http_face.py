@@ -4,10 +4,11 @@
 
 First table: SGLang's ``/generate`` with 32 tokens, logprobs and routes of 48 layers, top-8 (80 KB of base64), the coded engine included,
 with its trace written to a file and without; beside it a bare starlette endpoint that reads the body and sends the same bytes. Second
-table: chats of the faces, beside mock servers of the package index where they are installed (``pip install fakellm llmock``); vllm-mock
-has no server. All run on uvicorn, with httptools and uvloop where those are installed; each is a process of its own, pinned to one core,
-and the client to another. Rounds alternate between servers, and the best of each counts; beside it the processor time of a request,
-which a busy machine changes less.
+table: chats of the faces, beside mock servers of the package index where they are installed (``pip install fakellm llmock
+xpyd-sim``), told to take no time; vllm-mock has no server, guidellm's wants torch and transformers, mockllm downloads a tokenizer. All
+run on uvicorn, with httptools and uvloop where those are installed; each is a process of its own, pinned to one core, and the client to
+another. Rounds alternate between servers, and the best of each counts; beside it the processor time of a request, which a busy machine
+changes less.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ GENERATE = {
     "return_routed_experts": True,
 }
 CHAT = {"model": "gpt-4o", "messages": [{"role": "user", "content": "w5 w6 w7"}], "max_tokens": 8}
+
+_QUIET = ("--log-level", "warning")
+PEERS: Mapping[str, tuple[str, ...]] = {
+    "fakellm": ("-m", "uvicorn", "fakellm.server:app", *_QUIET),
+    "llmock": ("-m", "uvicorn", "llmock.main:app", *_QUIET),
+    "xpyd_sim": (
+        *("-c", "from xpyd_sim.cli import main; main()", "serve", "--host", "127.0.0.1", "--warmup-requests", "0"),
+        *(part for name in ("prefill", "kv-transfer", "decode") for part in (f"--{name}-delay{'-per-token' * (name == 'decode')}-ms", "0")),
+    ),
+}
+"""Mock servers by the module that one has where it is installed, and how Python starts them."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,7 @@ class Running:
             with bound_socket() as free:
                 self.port = free.getsockname()[1]
             taskset = ("taskset", "-c", str(min(os.sched_getaffinity(0)))) if hasattr(os, "sched_getaffinity") else ()
-            command = [*taskset, sys.executable, "-m", *one.command, "--port", str(self.port)]
+            command = [*taskset, sys.executable, *one.command, "--port", str(self.port)]
             self.process = subprocess.Popen(  # noqa: S603 - a server that whoever runs this has installed
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
@@ -220,11 +232,7 @@ def main() -> None:
             _chat("SGLang face", "sglang", str(Path(folder) / "a.arrow")),
             _chat("vLLM face", "vllm", str(Path(folder) / "b.arrow")),
         ]
-        peers = {
-            "fakellm": ("uvicorn", "fakellm.server:app", "--log-level", "warning"),
-            "llmock": ("uvicorn", "llmock.main:app", "--log-level", "warning"),
-        }
-        for name, command in peers.items():
+        for name, command in PEERS.items():
             if importlib.util.find_spec(name) is None:
                 print(f"  {name} is not installed")
             else:
