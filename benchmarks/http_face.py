@@ -38,13 +38,11 @@ GENERATE = {
 CHAT = {"model": "gpt-4o", "messages": [{"role": "user", "content": "w5 w6 w7"}], "max_tokens": 8}
 
 _QUIET = ("--log-level", "warning")
+_AT_ONCE = "--host 127.0.0.1 --warmup-requests 0 --prefill-delay-ms 0 --kv-transfer-delay-ms 0 --decode-delay-per-token-ms 0"
 PEERS: Mapping[str, tuple[str, ...]] = {
     "fakellm": ("-m", "uvicorn", "fakellm.server:app", *_QUIET),
     "llmock": ("-m", "uvicorn", "llmock.main:app", *_QUIET),
-    "xpyd_sim": (
-        *("-c", "from xpyd_sim.cli import main; main()", "serve", "--host", "127.0.0.1", "--warmup-requests", "0"),
-        *(part for name in ("prefill", "kv-transfer", "decode") for part in (f"--{name}-delay{'-per-token' * (name == 'decode')}-ms", "0")),
-    ),
+    "xpyd_sim": ("-c", "from xpyd_sim.cli import main; main()", "serve", *_AT_ONCE.split()),
 }
 """Mock servers by the module that one has where it is installed, and how Python starts them."""
 
