@@ -51,7 +51,7 @@ class SglangCall:
         self._wanted: list[Wanted] = [
             Wanted(
                 prompt=prompt,
-                rid="",
+                rid=rid,
                 max_tokens=field(one, "max_new_tokens", int, UNLIMITED),
                 sampling={name: value for name, value in one.items() if name not in ("max_new_tokens", "n")} | salts,
                 routes=field(body, "return_routed_experts", bool, False),
@@ -60,8 +60,9 @@ class SglangCall:
                 prompt_logprobs=start,
                 top=top,
             )
-            for prompt, one, salts, logprobs, start, top in zip(
+            for prompt, rid, one, salts, logprobs, start, top in zip(
                 prompts,
+                self.rids[::samples],
                 sampling,
                 _salts(body, len(prompts), each),
                 _of_each(body, "return_logprob", bool, False, each),
@@ -91,8 +92,9 @@ class SglangCall:
             texts = [field({"text": one}, "text", str, "") for one in text] if isinstance(text, list) else [field(body, "text", str, "")]
             prompts = [words_of(one, backing.vocab) for one in texts]
         else:
-            listed = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
-            prompts = [token_ids(one, "input_ids", backing.vocab) for one in (ids if listed else [ids])]
+            given = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
+            listed = given is ids
+            prompts = [token_ids(one, "input_ids", backing.vocab) for one in given]
         if not prompts:
             raise BadRequest("input_ids cannot be empty.")
         return cls(body, prompts, _of_each(body, "sampling_params", dict, {}, len(prompts) if listed else None), backing, listed=listed)
@@ -100,7 +102,8 @@ class SglangCall:
     def wanted(self) -> Iterator[Wanted]:
         """The engine calls, prompt by prompt and sample by sample."""
         for number, rid in enumerate(self.rids):
-            yield replace(self._wanted[number // self.samples], rid=rid)
+            one = self._wanted[number // self.samples]
+            yield one if one.rid is rid else replace(one, rid=rid)
 
 
 def _of_each(body: Mapping[str, Any], name: str, kind: type, default: Any, prompts: int | None) -> list[Any]:
@@ -116,6 +119,8 @@ def _of_each(body: Mapping[str, Any], name: str, kind: type, default: Any, promp
 def _salts(body: Mapping[str, Any], prompts: int, each: int | None) -> list[dict[str, str]]:
     """What keeps the prefix of each prompt from others in the cache, as parameters of the calls; an empty text is as good as none."""
     given = [(name, _of_each(body, name, str, None, each)) for name in ("cache_salt", "extra_key") if body.get(name)]
+    if not given:
+        return [{}] * prompts
     return [{name: values[number] for name, values in given if values[number]} for number in range(prompts)]
 
 
