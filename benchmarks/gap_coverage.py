@@ -101,7 +101,7 @@ def held(options: argparse.Namespace, truth: dict[str, float], number: int) -> d
     found: dict[str, Interval] = {name: metric_interval(METRICS[name], resampler) for name in truth if name in METRICS}
     if options.means:
         return {name: told(found[name], value) for name, value in truth.items()}
-    found |= quantile_intervals(first, resampler)
+    found |= quantile_intervals(first)
     found |= {MEDIAN: batch_median(first, sums), "slot_mismatch": slot_mismatch(options, options.sequences, rng)}
     found |= {f"ratio of {effect.metric}": effect.ratio for effect in compare(second, first, seed=number).effects}
     bucket = next(bucket for bucket in bucketed(first, seed=number)["since_resume"] if bucket.label == "0")

@@ -47,7 +47,7 @@ def main() -> None:
         metric_interval(metric, resampler)
     batch_median(pairs, sums)
     last = lap("intervals", last)
-    quantile_intervals(pairs, resampler)
+    quantile_intervals(pairs)
     lap("quantiles", last)
     lap("all", begun)
 

@@ -47,7 +47,7 @@ def measure_panel(pairs: TokenPairs, *, resamples: int = 1000, seed: int = 0) ->
     resampler = Resampler(sums, resamples=resamples, seed=seed)
     routes = agreement(pairs)
     metrics = {name: metric_interval(metric, resampler) for name, metric in METRICS.items()}
-    metrics |= quantile_intervals(pairs, resampler)
+    metrics |= quantile_intervals(pairs)
     metrics[MEDIAN] = batch_median(pairs, sums)
     size = abs_diff(pairs)
     finite = int(resampler.total[PLACE["finite"]])

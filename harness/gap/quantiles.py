@@ -1,7 +1,8 @@
 """Quantiles of |d|, and the median over batches of NeMo-RL's error, with intervals that take sequences or batches for the units.
 
-A resample's quantile needs the order of all tokens in principle. Near the quantile, however, it is decided by how many
-tokens of each sequence lie above each of a few hundred order statistics around it, and those counts resample as sums do.
+A quantile's interval is that of a share turned round (Woodruff 1952): the values, out of some hundred order statistics around it,
+of which the share of tokens above may be the quantile's. Of the largest of a thousand a few tokens are above, which a bootstrap takes
+for better known than they are (it held the true value in 88 to 93 %).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 from scipy import stats
 
-from rollproof.gap.intervals import Interval, Resampler
+from rollproof.gap.intervals import Interval, share_bounds
 from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
 from rollproof.gap.sums import PLACE
 
@@ -23,6 +24,7 @@ MEDIAN = "token_mult_prob_error_median"
 """Median over batches of their mean exp(|d|) (NeMo-RL); over sequences where no batches are told.
 
 One token with |d| = 10 adds 1 to the mean over 22,000 of them, and nothing to this."""
+_BEYOND = 5
 _GRID = 160
 _REACH = 8.0
 """How many standard errors of the order (for independent tokens) the grid spans on either side, before clustering widens it."""
@@ -36,7 +38,7 @@ def abs_diff(pairs: TokenPairs) -> FloatArray:
     return size
 
 
-def quantile_intervals(pairs: TokenPairs, resampler: Resampler) -> dict[str, Interval]:
+def quantile_intervals(pairs: TokenPairs) -> dict[str, Interval]:
     """Each of ``QUANTILES``; NaN bounds where there are too few tokens to bound it (fewer than 5 beyond it) or too few sequences."""
     size = abs_diff(pairs)
     known = np.isfinite(size)
@@ -46,22 +48,18 @@ def quantile_intervals(pairs: TokenPairs, resampler: Resampler) -> dict[str, Int
     grids = {name: _grid(size[known], order) for name, order in QUANTILES.items()}
     ends = np.concatenate([grid for grid, _ in grids.values()])
     above, tokens = _counts_above(pairs, size, known, ends)
-    units = resampler.grouped(np.hstack([above, tokens[:, None]]))
+    _, least, most = share_bounds(above, tokens)
     out, begin = {}, 0
-    # whole numbers below 2^24 are exact in float32, and the product costs half as much
-    small = units.astype(np.float32)
-    drawn = np.concatenate([counts.astype(np.float32) @ small for counts in resampler.counts()]) if len(units) > 1 else None
     for name, order in QUANTILES.items():
         grid, value = grids[name]
-        if drawn is None or n * (1 - order) < 5:
+        part = slice(begin, begin := begin + len(grid))
+        # the share above falls along the grid: below the interval it is surely more than the quantile leaves, above it surely less
+        under, over = np.flatnonzero(least[part] > 1 - order), np.flatnonzero(most[part] < 1 - order)
+        if pairs.n_sequences < 2 or n * (1 - order) < _BEYOND or not len(over):
             out[name] = Interval(value=value, low=np.nan, high=np.nan)
         else:
-            share = drawn[:, begin : begin + len(grid)] / drawn[:, -1:]
-            # the first grid value with at most 1 - order of the tokens above it
-            place = np.minimum((share > 1 - order).sum(axis=1), len(grid) - 1)
-            low, high = np.quantile(grid[place], [0.025, 0.975], method="inverted_cdf")
-            out[name] = Interval(value=value, low=float(min(low, value)), high=float(max(high, value)))
-        begin += len(grid)
+            low = float(grid[under[-1]]) if len(under) else 0.0
+            out[name] = Interval(value=value, low=min(low, value), high=max(float(grid[over[0]]), value))
     return out
 
 

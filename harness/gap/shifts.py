@@ -233,7 +233,7 @@ def _row_mismatch(left: IntArray, right: IntArray) -> FloatArray:
     common, whole = overlap(left, right)
     rows = whole.sum(axis=1)
     missed = np.where(whole, 1 - common / left.shape[2], 0.0).sum(axis=1)
-    return np.divide(missed, rows, out=np.full(len(left), np.nan), where=rows > 0)
+    return np.asarray(np.divide(missed, rows, out=np.full(len(left), np.nan), where=rows > 0))
 
 
 def dull_layers(captured: FloatArray) -> int:
