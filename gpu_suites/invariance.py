@@ -47,8 +47,8 @@ INVARIANT: Mapping[str, Mode] = MappingProxyType(
             name="VLLM_BATCH_INVARIANT=1",
             environment={"VLLM_BATCH_INVARIANT": "1"},
             below=256,
-            known="vLLM 0.26 adds and normalises a row on up to 1024 threads, in a step of 256 tokens or more on 256, also in the mode"
-            " (`max_block_size` in csrc/libtorch_stable/layernorm_kernels.cu): sums of squares in another order",
+            known="vLLM 0.26 sums the squares of a row on up to 1024 threads, in a step of 256 tokens or more on 256, also in the mode"
+            " (vllm#48271, docs/track-record.md)",
         ),
         "sglang": Mode(name="enable_deterministic_inference", extra={"enable_deterministic_inference": True}),
     }

@@ -25,7 +25,7 @@ __all__ = ["ENGINES", "MARKERS", "Installed", "Marker", "Need", "free_gpus", "in
 _GIB = 2**30
 
 ENGINES: Mapping[str, str] = MappingProxyType(
-    {"vllm": "vllm", "sglang": "sglang", "megatron": "megatron-core", "transformers": "transformers", "torch": "torch"}
+    {name: name for name in ("vllm", "sglang", "transformers", "deepspeed", "torch")} | {"megatron": "megatron-core"}
 )
 """What a suite may need, and the distribution that it is."""
 _APART = ("vllm", "sglang")

@@ -13,7 +13,7 @@ from rollproof.errors import EngineError, GapError, UsageError
 from rollproof.gpu_suites.rollouts import Unit
 from rollproof.records import FinishReason, IntArray, LogprobArray, Rollout
 
-__all__ = ["GivenScorer", "HfScorer", "Routes", "Scored", "Scorer", "empty_cuda", "rollout_of"]
+__all__ = ["GivenScorer", "HfScorer", "Routes", "Scored", "Scorer", "empty_cuda", "logprobs_of", "rollout_of"]
 
 Routes: TypeAlias = "Sequence[IntArray] | None"
 
@@ -117,6 +117,11 @@ def rollout_of(number: int, unit: Unit, routes: IntArray | None) -> Rollout:
     )
 
 
+def logprobs_of(logits: Any, ids: Any) -> Any:
+    """Logprobs ``(batch, width)`` float64 of ``ids`` by ``logits`` ``(batch, width, vocabulary)``."""
+    return logits.float().log_softmax(-1).gather(2, ids[..., None])[..., 0].double()
+
+
 def empty_cuda() -> None:
     """Give back what torch's allocator keeps, where torch has been used at all."""
     import sys
@@ -165,23 +170,30 @@ class HfScorer:
     def _pass(self, version: str, units: Sequence[Unit], routes: Routes) -> list[tuple[LogprobArray, IntArray]]:
         import torch
 
-        from rollproof.replay.hf import batch_routes, hf_record, hf_replay
+        from rollproof.replay.hf import batch_routes
 
-        model = self._model(version)
         width = max(len(unit.ids) for unit in units)
         ids = torch.zeros((len(units), width), dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, unit in enumerate(units):
             ids[row, : len(unit.ids)] = torch.tensor(unit.ids)
             mask[row, : len(unit.ids)] = 1
-        placed = None if routes is None else torch.from_numpy(batch_routes(routes, mask)).to(self._device)
-        entered: Any = hf_record(model) if placed is None else hf_replay(model, placed)
-        with torch.no_grad(), entered:
-            logits = model(ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False).logits.float()
-        laws = torch.log_softmax(logits[:, :-1], -1)
-        own = laws.gather(2, ids[:, 1:, None].to(self._device))[..., 0].double().cpu().numpy()
-        used: Sequence[IntArray] = routes or entered.routes.unflatten(0, (len(units), width)).numpy()
+        placed = None if routes is None else torch.from_numpy(batch_routes(routes, mask))
+        own, recorded = self._forward(self._model(version), ids, mask, placed)
+        used: Sequence[IntArray] = routes or recorded
         return [(own[row, unit.start - 1 : unit.end - 1], np.array(used[row][: len(unit.ids) - 1])) for row, unit in enumerate(units)]
+
+    def _forward(self, model: Any, ids: Any, mask: Any, placed: Any) -> tuple[LogprobArray, Any]:
+        """Logprobs ``(batch, width - 1)`` of the next token, and recorded routes ``(batch, width, layers, top_k)`` if none are given."""
+        import torch
+
+        from rollproof.replay.hf import hf_record, hf_replay
+
+        entered: Any = hf_record(model) if placed is None else hf_replay(model, placed.to(self._device))
+        with torch.no_grad(), entered:
+            logits = model(ids.to(self._device), attention_mask=mask.to(self._device), use_cache=False).logits
+        own = logprobs_of(logits[:, :-1], ids[:, 1:].to(self._device)).cpu().numpy()
+        return own, None if placed is not None else entered.routes.unflatten(0, ids.shape).numpy()
 
     def _model(self, version: str) -> Any:
         if version not in self._models:
@@ -193,5 +205,8 @@ class HfScorer:
                 model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, self.dtype), local_files_only=True)
             except (OSError, ValueError, KeyError) as error:
                 raise EngineError(f"transformers cannot load {path}: {error}.") from error
-            self._models[version] = model.to(self._device).eval()
+            self._models[version] = self._wrapped(model.to(self._device).eval())
         return self._models[version]
+
+    def _wrapped(self, model: Any) -> Any:
+        return model

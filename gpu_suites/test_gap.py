@@ -14,6 +14,7 @@ from rollproof.gpu_suites.gate import GpuFindings
 from rollproof.gpu_suites.matrix import Cell, Routed, measure_cell
 from rollproof.gpu_suites.models import fits, given_models, make_models
 from rollproof.gpu_suites.needs import free_gpus, needs_of, unmet
+from rollproof.gpu_suites.ranked_scorer import Division, RankedScorer, scorer_ranks
 from rollproof.gpu_suites.reporting import RunReport
 from rollproof.gpu_suites.sampling import Rollouts
 from rollproof.gpu_suites.scorers import GivenScorer, HfScorer, Scorer
@@ -44,11 +45,20 @@ MEGATRON: dict[str, dict[str, Any]] = {
 """Trainers on megatron-core by their parallel sizes."""
 
 
+RANKED: dict[str, tuple[Division, int]] = {
+    "fsdp2-2": (Division.FSDP2, 2),
+    "fsdp2-4": (Division.FSDP2, 4),
+    "ulysses-2": (Division.ULYSSES, 2),
+    "ulysses-4": (Division.ULYSSES, 4),
+}
+"""Trainers of HF transformers on several GPUs: what is divided over how many."""
+
+
 def _gpus(sizes: dict[str, Any]) -> int:
     return math.prod(int(sizes.get(name, 1)) for name in ("dp", "cp", "tp", "pp"))
 
 
-TRAINERS: tuple[str, ...] = ("hf", *MEGATRON)
+TRAINERS: tuple[str, ...] = ("hf", *RANKED, *MEGATRON)
 """Names that ``--rollproof-trainer`` takes."""
 
 
@@ -66,6 +76,10 @@ def _cell(engine: str, dtype: str, trainer: str) -> Any:
     marks = [ENGINES[engine]]
     if trainer in MEGATRON:
         marks += [pytest.mark.engine("megatron", ">=0.16"), pytest.mark.gpus(_gpus(MEGATRON[trainer]))]
+    if trainer in RANKED:
+        division, gpus = RANKED[trainer]
+        marks += [pytest.mark.gpus(gpus), pytest.mark.full]
+        marks += [pytest.mark.engine("deepspeed", ">=0.19")] if division is Division.ULYSSES else []
     if dtype != "bfloat16":
         marks.append(pytest.mark.full)
     return pytest.param(engine, dtype, trainer, marks=marks, id=f"{engine}-{dtype}-{trainer}")
@@ -136,19 +150,25 @@ def scorer_of(rollouts: Rollouts) -> Iterator[Callable[..., Scorer]]:
     from contextlib import ExitStack
 
     with ExitStack() as stack:
-        ranks: list[Any] = []
+        ranks: dict[str, Any] = {}
+
+        def started(kind: str, start: Callable[..., Any]) -> Any:
+            if kind not in ranks:
+                ranks[kind] = stack.enter_context(start(cuda=True))
+            return ranks[kind]
 
         def make(name: str, dtype: str) -> Scorer:
             if name == "hf":
                 return HfScorer(rollouts.checkpoints, dtype)
+            if name in RANKED:
+                division, size = RANKED[name]
+                return RankedScorer(division, rollouts.checkpoints, dtype, started("hf", scorer_ranks), size)
             if name not in MEGATRON:
                 return GivenScorer(name, rollouts.checkpoints, dtype)
             from rollproof.gpu_suites.megatron_scorer import MegatronScorer
             from rollproof.replay.megatron.subject import megatron_ranks
 
-            if not ranks:
-                ranks.append(stack.enter_context(megatron_ranks(cuda=True)))
-            return MegatronScorer(rollouts.checkpoints, dtype, ranks[0], **MEGATRON[name])
+            return MegatronScorer(rollouts.checkpoints, dtype, started("megatron", megatron_ranks), **MEGATRON[name])
 
         yield make
 

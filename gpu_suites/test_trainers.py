@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollproof.checks import Verdict
 from rollproof.gpu_suites.excused import loss_apart
 from rollproof.gpu_suites.gate import shared
 from rollproof.gpu_suites.hardware import MemoryWatch
@@ -57,8 +58,14 @@ RANKED: dict[str, dict[str, Any]] = {
 }
 
 
-def told(report: Report) -> None:
-    """Fail with what failed, and where a canary was missed."""
+COARSE: frozenset[str] = frozenset({"replay.reference", "replay.gate-slope"})
+"""What of a trainer in bfloat16 may stay unknown: it has too few digits for a finite difference, and the reference has others."""
+
+
+def told(report: Report, unknown: frozenset[str] = frozenset()) -> None:
+    """Fail with what failed or stayed unknown, but for ``unknown``, and where a canary was missed."""
+    open_ = {result.id: result.reason for result in report.results if result.verdict is Verdict.UNKNOWN and result.id not in unknown}
+    assert not open_, open_
     failed = {result.id: [f"{one.title}: {one.observed}" for one in result.findings[:3]] for result in report.failed}
     assert not failed, failed
     assert report.canary is not None
@@ -111,7 +118,7 @@ def test_hf(name: str, rollproof_run: RunReport) -> None:
     check, size, seen = OPEN.get(name, ("", 0.0, ""))
     if [check] == [one.id for one in report.failed] and all(loss_apart(one) <= size for one in report.failed[0].findings):
         pytest.xfail(seen)
-    told(report)
+    told(report, COARSE if options.get("dtype") == "bfloat16" else frozenset())
 
 
 @transformers
@@ -125,7 +132,7 @@ def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
     options: dict[str, Any] = {**RANKED[name], "device": "cuda", "samples": ranks}
     with hf_ranks(cuda=True) as started:
         report = timed(lambda: RankedHfTrainer(HfSetup(**options), started, ranks), f"hf {name} on {ranks}", rollproof_run)
-    told(report)
+    told(report, COARSE if options.get("mixed") else frozenset())
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="rollproof.replay.hf needs PyTorch")
@@ -15,13 +16,16 @@ from rollproof.checks import Verdict, default_registry  # noqa: E402
 from rollproof.errors import UsageError  # noqa: E402
 from rollproof.judge import judge  # noqa: E402
 from rollproof.replay.driving import record_replay  # noqa: E402
+from rollproof.replay.events import Action, Purpose, Step  # noqa: E402
 from rollproof.replay.hf.families import FAMILIES  # noqa: E402
 from rollproof.replay.hf.inputs import Layout  # noqa: E402
 from rollproof.replay.hf.ranked import WRAPS, RankedHfTrainer, hf_ranks  # noqa: E402
-from rollproof.replay.hf.setups import SETUPS, setup_named  # noqa: E402
+from rollproof.replay.hf.setups import SETUPS, Setup, setup_named  # noqa: E402
 from rollproof.replay.hf.trainer import HfTrainer  # noqa: E402
 from rollproof.replay.judging import judge_replay  # noqa: E402
 from rollproof.replay.ranks import Ranks  # noqa: E402
+from rollproof.replay.samples import make_samples  # noqa: E402
+from rollproof.replay.spy import Spy  # noqa: E402
 from rollproof.trace import Trace  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -68,6 +72,18 @@ def test_two_processes_replay_as_one(ranks: Ranks, name: str) -> None:
     episodes = (*EPISODES, "failure in recompute", "bad routes") if setup.family == "qwen3_moe" else EPISODES
 
     assert_sound(record_replay(lambda: RankedHfTrainer(setup, ranks), only=episodes), reference=not setup.mixed)
+
+
+@pytest.mark.parametrize("parallel", WRAPS)
+def test_a_step_repeated_on_four_processes_is_the_same(ranks: Ranks, parallel: str) -> None:
+    """To the last bit, from the first step on: DDP would put gradients into other buckets after it, and sums of four depend on theirs."""
+    trainer = RankedHfTrainer(Setup(parallel=parallel, samples=4), ranks, 4)
+    samples = make_samples(trainer.contract, 0)
+    step = Step(episode="repeated", name="native", action=Action.NATIVE, purpose=Purpose.TRAIN, microbatches=(samples[:4], samples[4:8]))
+
+    first, again = (trainer.run(step, Spy(step)) for _ in range(2))
+    assert {} == {name: one for name, one in first.gradients.items() if not np.array_equal(one, again.gradients[name])}
+    assert first.loss == again.loss
 
 
 def test_every_family_layout_and_wrapper_is_in_a_setup() -> None:

@@ -31,8 +31,10 @@ __all__ = ["WRAPS", "RankedHfTrainer", "hf_ranks", "worker"]
 _KEYS = count()
 
 
-def _ddp(model: Any, _: Setup) -> Any:
-    return DistributedDataParallel(model)
+def _ddp(model: Any, setup: Setup) -> Any:
+    # else gradients are put into other buckets after the first backward, where an all-reduce of more than two sums in another order;
+    # reentrant checkpointing does not go with it
+    return DistributedDataParallel(model, find_unused_parameters=not setup.reentrant)
 
 
 def _fsdp2(model: Any, setup: Setup) -> Any:
