@@ -1,6 +1,6 @@
 """prime-rl's way from samples to what its data-parallel ranks train on, as a batch subject.
 
-That is ``prepare_batch`` (cut, packed, padded, balanced), msgpack, and ``DataLoader``'s tensors.
+That is ``prepare_batch`` (packed, padded, balanced; no sample is so long that it is cut), msgpack, and ``DataLoader``'s tensors.
 """
 
 from __future__ import annotations
