@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Container, Iterator
 
 from rollproof.case import EngineOptions
-from rollproof.fakes.calls import EngineCall, reply_to
+from rollproof.fakes.calls import EngineCall, replies_to
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.flavours import Flavour
 from rollproof.fakes.kv import PrefixCache
 from rollproof.records import FinishReason, Version
-from rollproof.trace import Admit, Recorder
+from rollproof.trace import Admit, Recorder, Reply
 
 __all__ = ["Batch", "EngineHooks"]
 
@@ -86,6 +86,7 @@ class Batch:
         self.queue: deque[EngineCall] = deque()
         self.running: dict[int, EngineCall] = {}
         self.cache: PrefixCache = PrefixCache()
+        self._ended: list[EngineCall] = []
         self._server_id = server_id
         self._policy = policy
         self._flavour = flavour
@@ -202,14 +203,26 @@ class Batch:
     def end(self, call: EngineCall, reason: FinishReason) -> None:
         """Answer a call that is in flight; it leaves the batch."""
         call.settle(self.version)
-        reply = reply_to(call, reason, self._policy, self._flavour, self.label)
         if self.running.pop(call.call_id, None) is None:
             if call in self.queue:
                 self.queue.remove(call)
         else:
             self._share(call)
         if not call.future.done():
-            call.future.set_result(reply)
+            call.ended = (reason, self.label)
+            self._ended.append(call)
+            call.future.set_result(None)
+
+    def reply(self, call: EngineCall) -> Reply:
+        """The reply of a call that ended. With the first one that is asked for, those of all that ended are made: together they take half
+        the time.
+        """
+        if call.reply is None:
+            ended, self._ended = self._ended, []
+            for one, reply in zip(ended, replies_to(ended, self._policy, self._flavour), strict=True):
+                one.reply = reply
+        assert call.reply is not None, "what ended is answered once"
+        return call.reply
 
     def drop(self, call: EngineCall) -> None:
         """Forget a call that nobody waits for."""

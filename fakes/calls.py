@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from rollproof.contract import Filler, LayerAxis, Rows
 from rollproof.engine_terms import StreamMode
-from rollproof.fakes.coded import CodedPolicy, State
+from rollproof.fakes.coded import CodedPolicy, State, VersionSpan
 from rollproof.fakes.flavours import Flavour, Recompute, VersionTag
 from rollproof.fakes.kv import KeySpan, Kv, as_spans, clipped, key_of
-from rollproof.records import EngineOutput, FinishReason, IntArray, Span, Version
+from rollproof.records import EngineOutput, FinishReason, IntArray, LogprobArray, Span, Version
 from rollproof.trace import Reply
 
-__all__ = ["AT_HAND", "EngineCall", "Wire", "broken_off", "empty_abort", "filler_rows", "handed", "reply_to"]
+__all__ = ["AT_HAND", "EngineCall", "Wire", "broken_off", "empty_abort", "filler_rows", "handed", "replies_to"]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class EngineCall:
     ``started`` says that it left the queue at least once, ``held`` that it may not leave it in this step, ``deferred``
     that the engine has not looked yet whether it is finished. ``watched``: the hooks want to see each of its tokens.
     ``shares``: its KV may go into the prefix cache; not when that was cleared since, and below ``root`` there. ``heard`` is that
-    of the ``wire``.
+    of the ``wire``. ``ended`` says why it ended, and the server's label then; ``future`` that it did, and its ``reply`` can be made.
     """
 
     call_id: int
@@ -78,7 +78,7 @@ class EngineCall:
     routes_start: int
     want_routes: bool
     want_logprobs: bool
-    future: asyncio.Future[Reply]
+    future: asyncio.Future[None]
     state: State
     after: State
     kv: Kv = field(default_factory=Kv)
@@ -102,6 +102,8 @@ class EngineCall:
     ahead: list[int] = field(default_factory=list)
     ahead_key: Version = None
     used: int = 0
+    ended: tuple[FinishReason, Version] | None = None
+    reply: Reply | None = None
     wire: Wire = AT_HAND
     heard: Callable[[EngineCall], None] | None = None
 
@@ -144,28 +146,44 @@ class EngineCall:
         return self.kept + clipped(self.kv.spans, end, len(self.ids) - 1)
 
 
-def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavour: Flavour, label: Version) -> Reply:
-    """The reply of a call that ends now with ``reason``; ``settle`` it first. ``label`` is the server's now."""
-    count = call.sampled
+def replies_to(calls: Sequence[EngineCall], policy: CodedPolicy, flavour: Flavour) -> list[Reply]:
+    """The replies of calls that ended and were settled."""
+    tokens, rows = [_token_keys(call) for call in calls], [call.rows() for call in calls]
+    scored = [i for i, call in enumerate(calls) if call.want_logprobs and (call.sampled or flavour.empty_logprobs)]
+    routed = [i for i, call in enumerate(calls) if _shows_routes(call, rows[i], flavour)]
+    logprobs = policy.logprobs_many([(_versions(tokens[i]), calls[i].ids, calls[i].prompt_len, len(calls[i].ids)) for i in scored])
+    held = [rows[i][-1].stop if rows[i] else 0 for i in routed]
+    routes = policy.routes_many(
+        [(_versions(rows[i]), calls[i].ids, min(calls[i].routes_start, stop), stop) for i, stop in zip(routed, held, strict=True)]
+    )
+    logprobs_of, routes_of = dict(zip(scored, logprobs, strict=True)), dict(zip(routed, routes, strict=True))
+    return [_reply(call, tokens[i], rows[i], logprobs_of.get(i), routes_of.get(i), policy, flavour) for i, call in enumerate(calls)]
+
+
+def _reply(
+    call: EngineCall,
+    keys: list[KeySpan],
+    rows: list[KeySpan],
+    logprobs: LogprobArray | None,
+    routes: IntArray | None,
+    policy: CodedPolicy,
+    flavour: Flavour,
+) -> Reply:
+    assert call.ended is not None
+    reason, label = call.ended
     start, stop = call.prompt_len, len(call.ids)
-    keys = [KeySpan(start + low, start + high, key, frozenset()) for low, high, key in _stretches(call.keys, count)]
-    labels = tuple(Span(start=low, end=high, version=version) for low, high, version in _joined(_stretches(call.labels, count)))
-    rows = call.rows()
-    bare = not call.decoding and not flavour.queued_abort_keeps_keys
-    early = reason is FinishReason.ABORT and not count
-    logprobs = None
-    if call.want_logprobs and (count or flavour.empty_logprobs):
-        logprobs = policy.logprobs_spans([(one.start, one.stop, one.key) for one in keys], call.ids, start, stop)
+    labels = tuple(Span(start=low, end=high, version=version) for low, high, version in _joined(_stretches(call.labels, call.sampled)))
+    if logprobs is not None:
         logprobs.flags.writeable = call.wire is AT_HAND  # what nobody writes to, a trace need not copy
     output = EngineOutput(
         token_ids=tuple(call.ids[start:]),
         logprobs=logprobs,
-        routes=None if bare or early or not call.want_routes else _routes(call, rows, policy, flavour),
+        routes=None if routes is None else _shown_routes(call, routes, policy, flavour),
         finish_reason=reason,
         routes_start=call.routes_start,
         version=_shown_version(flavour, labels, call.admission_label, label),
         spans=_shown_spans(flavour, labels, label),
-        cached_tokens=None if bare else _counted(call, flavour),
+        cached_tokens=None if _is_bare(call, flavour) else _counted(call, flavour),
         native=flavour.native[reason],
         message=(flavour.abort_message if call.decoding else flavour.queued_message) if reason is FinishReason.ABORT else "",
     )
@@ -173,14 +191,47 @@ def reply_to(call: EngineCall, reason: FinishReason, policy: CodedPolicy, flavou
         call_id=call.call_id,
         output=output,
         true_tokens=_from_zero(as_spans(keys, start, stop), start),
-        true_rows=as_spans(rows, 0, len(call.ids)),
+        true_rows=as_spans(rows, 0, stop),
     )
+
+
+def _token_keys(call: EngineCall) -> list[KeySpan]:
+    """The keys of the sampled tokens, over absolute positions."""
+    start = call.prompt_len
+    return [KeySpan(start + low, start + high, key, frozenset()) for low, high, key in _stretches(call.keys, call.sampled)]
+
+
+def _versions(keys: list[KeySpan]) -> list[VersionSpan]:
+    return [(one.start, one.stop, one.key) for one in keys]
+
+
+def _is_bare(call: EngineCall, flavour: Flavour) -> bool:
+    """Whether the reply has not even the keys of what the call would have had."""
+    return not call.decoding and not flavour.queued_abort_keeps_keys
+
+
+def _shows_routes(call: EngineCall, rows: list[KeySpan], flavour: Flavour) -> bool:
+    """Whether there are routes: also not where the engine holds too little to answer."""
+    early = call.ended is not None and call.ended[0] is FinishReason.ABORT and not call.sampled
+    return call.want_routes and not early and not _is_bare(call, flavour) and (rows[-1].stop if rows else 0) >= len(call.ids) - 1
+
+
+def _shown_routes(call: EngineCall, routes: IntArray, policy: CodedPolicy, flavour: Flavour) -> IntArray:
+    """``(rows, layers, top_k)`` as the flavour lays them out."""
+    if flavour.layer_axis is LayerAxis.MOE:
+        routes = routes[:, list(policy.moe_layers)]
+    routes = np.ascontiguousarray(routes, dtype=flavour.dtype(policy.num_experts))
+    if flavour.rows is Rows.ALL:
+        routes = np.concatenate([routes, filler_rows(flavour.final_row, 1, routes)])
+    routes.flags.writeable = flavour.writable and call.wire is AT_HAND
+    return routes
 
 
 def broken_off(call: EngineCall, version: int, policy: CodedPolicy, flavour: Flavour, label: Version) -> Reply:
     """What a stream had brought when its server, of weights ``version``, died: an error with the tokens so far, and nobody has it whole."""
     call.settle(version)
-    reply = reply_to(call, FinishReason.ABORT, policy, flavour, label)
+    call.ended = (FinishReason.ABORT, label)
+    (reply,) = replies_to([call], policy, flavour)
     output = replace(reply.output, finish_reason=FinishReason.ERROR, routes=None, native="", message="")
     return replace(reply, output=output, delivered=False, true_rows=None)
 
@@ -212,22 +263,6 @@ def handed(output: EngineOutput) -> EngineOutput:
         # a read-only array is handed over as such: a view of one cannot be made writable again
         routes = routes.copy() if routes.flags.writeable else routes.view()
     return replace(output, logprobs=None if output.logprobs is None else output.logprobs.copy(), routes=routes)
-
-
-def _routes(call: EngineCall, rows: list[KeySpan], policy: CodedPolicy, flavour: Flavour) -> IntArray | None:
-    """``(rows, layers, top_k)`` from ``routes_start`` on; ``None`` where the engine holds too little to answer."""
-    held = rows[-1].stop if rows else 0
-    if held < len(call.ids) - 1:
-        return None
-    start = min(call.routes_start, held)
-    routes = policy.routes_spans([(one.start, one.stop, one.key) for one in rows], call.ids, start, held)
-    if flavour.layer_axis is LayerAxis.MOE:
-        routes = routes[:, list(policy.moe_layers)]
-    routes = np.ascontiguousarray(routes, dtype=flavour.dtype(policy.num_experts))
-    if flavour.rows is Rows.ALL:
-        routes = np.concatenate([routes, filler_rows(flavour.final_row, 1, routes)])
-    routes.flags.writeable = flavour.writable and call.wire is AT_HAND
-    return routes
 
 
 def filler_rows(filler: Filler | None, count: int, like: IntArray) -> IntArray:

@@ -314,15 +314,16 @@ class FakeEngine:
     async def _answer(self, call: EngineCall) -> EngineOutput:
         """Wait for the reply and hand it over; the faults that were planned for it happen on the way."""
         try:
-            reply = await call.future
+            await call.future
             if call.late_by or call.wire.late:
                 await asyncio.sleep(call.late_by * self.options.step + call.wire.late)
         except asyncio.CancelledError:
             self._batch.drop(call)
             self._tell_drained()
             if call.future.done() and not call.future.cancelled() and call.future.exception() is None:
-                self._deliver(call.future.result(), delivered=False)
+                self._deliver(self._batch.reply(call), delivered=False)
             raise
+        reply = self._batch.reply(call)
         if call.lost_after is not None:
             self._deliver(reply, delivered=False)
             await asyncio.sleep(call.lost_after * self.options.step)
@@ -361,9 +362,8 @@ class FakeEngine:
         await asyncio.shield(self._drained)
 
     def _tell_drained(self) -> None:
-        waits = self._drained is not None and not self._drained.done()
-        if waits and not (self._pause is PauseMode.WAIT and any(call.started for call in self.in_flight)):
-            assert self._drained is not None
+        drains = self._pause is PauseMode.WAIT and any(call.started for call in self.in_flight)
+        if self._drained is not None and not self._drained.done() and not drains:
             self._drained.set_result(None)
 
     def _wake(self) -> None:

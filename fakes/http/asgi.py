@@ -90,7 +90,10 @@ class Asked:
     def header(self, name: str) -> str | None:
         """The value of a header, given in lower case."""
         wanted = name.encode("latin-1")
-        return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == wanted), None)
+        for key, value in self.scope["headers"]:
+            if key == wanted:
+                return str(value, "latin-1")
+        return None
 
     def query(self, name: str, default: str | None = None) -> str | None:
         """The last value of a parameter of the query."""

@@ -54,6 +54,8 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     value = body.get(name)
     if value is None:
         return default
+    if type(value) is kind:
+        return value
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         wanted = " or ".join(one.__name__ for one in kinds)

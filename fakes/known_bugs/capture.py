@@ -10,7 +10,7 @@ import numpy as np
 from rollproof.case import ActionKind, EngineOptions, Model
 from rollproof.contract import Contract, LayerAxis
 from rollproof.fakes.calls import EngineCall
-from rollproof.fakes.coded import CodedPolicy, VersionSpan
+from rollproof.fakes.coded import CodedPolicy, Stretch, VersionSpan
 from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.flavours import Recompute
 from rollproof.fakes.fleet import Fleet
@@ -98,7 +98,14 @@ class _FlagLost(AsSampled):
         return await super().call(server_id, sample, sent, budget)
 
 
-class _StageMissing(CodedPolicy):
+class _Miscaptures(CodedPolicy):
+    """What an engine shows of its rows is wrong."""
+
+    def routes_many(self, stretches: Sequence[Stretch]) -> list[IntArray]:
+        return [self.routes_spans(*one) for one in stretches]
+
+
+class _StageMissing(_Miscaptures):
     """The layers of the second pipeline stage never reach the first one."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
@@ -107,7 +114,7 @@ class _StageMissing(CodedPolicy):
         return rows
 
 
-class _PromptRowsMissing(CodedPolicy):
+class _PromptRowsMissing(_Miscaptures):
     """The rows of the first two tokens were not written when they were read."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
@@ -116,7 +123,7 @@ class _PromptRowsMissing(CodedPolicy):
         return rows
 
 
-class _CapturedOnce(CodedPolicy):
+class _CapturedOnce(_Miscaptures):
     """A CUDA graph replays the forward, and the capture still shows the one that was recorded."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
@@ -125,7 +132,7 @@ class _CapturedOnce(CodedPolicy):
         return rows
 
 
-class _SharedExpert(CodedPolicy):
+class _SharedExpert(_Miscaptures):
     """The fused shared expert stands behind the last routed one, and is not cut off."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
@@ -134,7 +141,7 @@ class _SharedExpert(CodedPolicy):
         return rows
 
 
-class _StaleSlots(CodedPolicy):
+class _StaleSlots(_Miscaptures):
     """Slots that were given to this call still hold the rows of the one before."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
