@@ -97,6 +97,12 @@ def test_spans_are_pieces_of_pure_versions(ids: list[int], data: st.DataObject) 
     logprobs = np.concatenate([policy().logprobs(5, ids, 0)[:cut], policy().logprobs("six", ids, 0)[cut:]])[start:stop]
     assert rows.tolist() == policy().routes_spans(spans, ids, start, stop).tolist()
     assert logprobs.tolist() == policy().logprobs_spans(spans, ids, start, stop).tolist()
+    stretches = [(spans, ids, start, stop), ([(0, 2, 7)], [9, 9], 1, 2), (spans, ids, start, start)]
+    for one, many in (("logprobs_spans", "logprobs_many"), ("routes_spans", "routes_many")):
+        alone = [getattr(policy(), one)(*stretch) for stretch in stretches]
+        together = getattr(policy(), many)(stretches)
+        assert [values.tolist() for values in alone] == [values.tolist() for values in together]
+        assert all(values.base is None for values in together)
 
 
 @pytest.mark.parametrize(("experts", "top_k", "dense"), GRID)
