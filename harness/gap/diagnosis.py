@@ -18,7 +18,7 @@ from rollproof.gap.column_causes import boundary, lag, replica, versions
 from rollproof.gap.evidence import gather
 from rollproof.gap.law_causes import LAW_RULES
 from rollproof.gap.pairs import TokenPairs
-from rollproof.gap.shifts import BETTER, MISMATCH, Shift
+from rollproof.gap.shifts import BETTER, ENOUGH, MISMATCH, Shift
 from rollproof.gap.wording import counted
 
 __all__ = ["diagnose"]
@@ -50,10 +50,11 @@ def diagnose(pairs: TokenPairs, buckets: Mapping[str, tuple[Bucket, ...]], *, fa
     return (
         Cause(
             name=CauseName.NUMERICS,
-            confidence=beyond(0.12, signs.explained + 0.01),
+            confidence=beyond(0.12, signs.explained + 0.01) if signs.tokens >= ENOUGH else 0.5,
             because=f"E[rho] - 1 = {signs.rho_excess:+.2g} ({signs.rho_z:+.1f} standard errors), k1 = {signs.k1:.2g} beside k3 ="
             f" {signs.k3:.2g},"
-            f" and the logprob explains {signs.explained:.1%} of d",
+            f" and the logprob explains {signs.explained:.1%} of d"
+            + ("" if signs.tokens >= ENOUGH else f"; of {counted(signs.tokens, 'token')} no other sign could show"),
         ),
     )
 

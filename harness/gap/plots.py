@@ -6,6 +6,7 @@ no picture depends on colour alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -212,8 +213,11 @@ def _timelines(report: GapReport) -> Plot | None:
             colour = COLOURS[CYCLE[versions.index(run.version) % len(CYCLE)]] if run.version is not None else MUTED
             axes.barh(place, run.last - run.first, left=run.first, height=0.42, color=colour, alpha=0.65, lw=0)
             if run.version is not None and run.last - run.first > 0.06 * end:
-                label = _cut(f"v{run.version}", 8)
-                axes.text((run.first + run.last) / 2, place, label, ha="center", va="center", fontsize=8)
+                label = _cut(str(run.version) if isinstance(run.version, str) else f"v{run.version}", 8)
+                # between the bars of resumes, where a version spans some
+                ends = [run.first, *(at for at in row.resumes if run.first < at < run.last), run.last]
+                begin, stop = max(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
+                axes.text((begin + stop) / 2, place, label, ha="center", va="center", fontsize=8)
         if row.worst:
             axes.plot([at for at, _ in row.worst], [place - 0.33] * len(row.worst), "v", color=RED, ms=3.5)
         if row.resumes:
@@ -246,7 +250,8 @@ def _drift(row: str, buckets: Sequence[Bucket]) -> Plot:
             if math.isfinite(interval.value):
                 axes.plot(max(interval.value, floor), place, "o", color=BLUE, ms=4.5)
         if ends and max(ends) > 8 * min(ends):
-            axes.set_xlim(min(ends) / 1.3, max(ends) * 1.3)
+            room = max(1.3, (max(ends) / min(ends)) ** 0.05)
+            axes.set_xlim(min(ends) / room, max(ends) * room)
             log_scale(axes, "x", most=3)
         else:
             # points without whiskers would stand on the frame
