@@ -169,39 +169,6 @@ def _rare_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-class _Joining:
-    """A transport that holds the first write of a turn of the loop for the second, and writes both at once: uvicorn writes the head of an
-    answer and then its body. Each write is a call of the system, and the head wakes a client that can do nothing with it yet.
-    """
-
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
-        self._soon = asyncio.get_running_loop().call_soon
-        self._held: bytes | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Hold ``data``, or write it behind what is held."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._transport.writelines((held, data))
-        else:
-            self._held = data
-            self._soon(self._flush)
-
-    def close(self) -> None:
-        """What is held goes first."""
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        held, self._held = self._held, None
-        if held is not None and not self._transport.is_closing():
-            self._transport.write(held)
-
-
 def _keep_memory() -> None:
     """Have glibc, where it is that, keep what it freed: it gives the top of the heap back after a large reply, and takes it anew, page by
     page, for the next, which is a tenth of a request's time.
@@ -259,9 +226,6 @@ def _noticing(protocol: Any) -> Any:
     """
 
     class Noticing(protocol):  # type: ignore[misc]
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(_Joining(transport))
-
         def connection_lost(self, exc: Exception | None) -> None:
             cycle = self.cycle
             asked = getattr(cycle, "asked", None)
