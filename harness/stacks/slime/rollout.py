@@ -126,10 +126,10 @@ class PartialRollout:
 
     async def update_weights(self, version: int | None) -> None:
         """Between two rollouts; slime's trainer does one update after the other, and numbers each of them."""
+        label = self._fleet.weights_of(None) if version is None else version  # before it waits: another may be asked for meanwhile
         async with self._between:
             await self._slime.rollout.abort(self._args, 0)
             try:
-                label = self._fleet.weights_of(None) if version is None else version
                 await self._fleet.sync(label, mode=PauseMode.ABORT, clear_cache=True)
             finally:
                 self._state.reset()
