@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollproof.errors import RollproofError, UsageError
+from rollproof.gpu_suites.claiming import Claim
 from rollproof.gpu_suites.gate import GpuFindings, find_gpus, shared
 from rollproof.gpu_suites.given import check_given
 from rollproof.gpu_suites.hardware import MemoryWatch, described
@@ -25,13 +26,28 @@ from rollproof.plugin import STATE
 _BEGAN = time.perf_counter()
 _RUN: set[str] = set()
 """Tests of this session that were not skipped."""
+_CLAIM = pytest.StashKey[Claim]()
+_TOLD = pytest.StashKey[bool]()
+"""Whether a report was begun; absent where the options were not yet found good."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell pytest of the markers, and cuBLAS to sum in one order: without it two runs of a trainer differ."""
+    """Tell pytest of the markers, cuBLAS to sum in one order (without it two runs of a trainer differ), and CUDA of free cards alone.
+
+    Raises ``UsageError`` for a session of several processes: each would find the cards taken by the others.
+    """
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        raise pytest.UsageError("The GPU suites run in one process, whose cards are its own: leave -n out. docs/ci/gpu.yml has shards.")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for text in MARKERS.values():
         config.addinivalue_line("markers", text)
+    config.stash[_CLAIM] = Claim.make()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave the environment as it was."""
+    if _CLAIM in config.stash:
+        config.stash[_CLAIM].release()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,6 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         check_given(config.stash[STATE].settings)
     except RollproofError as error:
         raise pytest.UsageError(str(error)) from error
+    config.stash[_TOLD] = False
     if config.stash[STATE].settings.full or any("::" in argument for argument in config.args):
         return
     out = [item for item in items if item.get_closest_marker("full")]
@@ -50,17 +67,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip before any fixture: an engine that cannot run is not even started."""
-    settings, found = item.config.stash[STATE].settings, find_gpus()
+    settings, found, left = item.config.stash[STATE].settings, find_gpus(), item.config.stash[_CLAIM].left
     try:
         need = needs_of(item.iter_markers())
         reason = unmet(need, found)
     except UsageError as error:
         pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
-    there = settings.gpus or len(found.gpus)
-    if found.gpus and need.gpus > there:
+    there = settings.gpus or len(found.gpus) + len(left)
+    asked = settings.trainer is not None and getattr(getattr(item, "callspec", None), "params", {}).get("trainer") == settings.trainer
+    if found.gpus and need.gpus > there and not (asked and settings.require_gpu):
         pytest.skip(f"needs {need.gpus} GPUs, and this run counts on {there}")
     if reason is None:
         return
+    reason = "; ".join((reason, *left))
     if settings.require_gpu:
         pytest.fail(f"{reason}; a GPU was required (--rollproof-require-gpu)", pytrace=False)
     pytest.skip(reason)
@@ -73,7 +92,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Where a GPU was required, a session that ran nothing is not green."""
+    """Where a GPU was required, a session that ran nothing is not green; a report that was asked for is written in any case."""
+    folder = session.config.stash[STATE].settings.gpu_report
+    if folder is not None and not session.config.option.collectonly and not session.config.stash.get(_TOLD, True):
+        nothing = RunReport(described(), Path(folder), Spending(_BEGAN))
+        nothing.note("Nothing was measured: no test that measures could be run.")
     required = session.config.stash[STATE].settings.require_gpu and not session.config.option.collectonly
     if required and not _RUN and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -95,6 +118,7 @@ def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> I
         importlib.import_module("torch")
         _ = importlib.import_module("transformers").AutoModelForCausalLM
     folder = pytestconfig.stash[STATE].settings.gpu_report
+    pytestconfig.stash[_TOLD] = True
     run = RunReport(described(rollproof_gpus), Path(folder) if folder else None, spending)
     yield run
     run.close()

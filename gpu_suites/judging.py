@@ -1,4 +1,4 @@
-"""Judging: a released engine's conformance run, with what is known to fail in it judged apart."""
+"""Judging: a released engine's conformance run, with what is known to fail in it judged apart; what of a trainer's report fails."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rollproof.checks import Verdict
 from rollproof.engines.conformance import EngineRun, EngineTarget, judged, run_experiments
 from rollproof.engines.experiments import Setting, experiments_for
 from rollproof.gpu_suites.engines import Known
@@ -13,7 +14,10 @@ from rollproof.gpu_suites.spending import Part
 from rollproof.report import Report
 from rollproof.trace import Trace
 
-__all__ = ["JudgedEngine", "judge_engine", "spent_on"]
+__all__ = ["COARSE", "JudgedEngine", "judge_engine", "spent_on", "told"]
+
+COARSE: frozenset[str] = frozenset({"replay.reference", "replay.gate-slope"})
+"""What of a trainer in bfloat16 may stay unknown: it has too few digits for a finite difference, and the reference has others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +71,16 @@ def judge_engine(target: EngineTarget, known: Mapping[str, Known]) -> JudgedEngi
         seconds={name: round(seconds, 2) for name, seconds in run.seconds.items()},
         spent=spent_on(run, judging=time.perf_counter() - ran),
     )
+
+
+def told(report: Report, unknown: frozenset[str] = frozenset()) -> None:
+    """Raise ``AssertionError`` with what failed or stayed unknown, but for ``unknown``, and where a canary was missed."""
+    open_ = {result.id: result.reason for result in report.results if result.verdict is Verdict.UNKNOWN and result.id not in unknown}
+    assert not open_, open_
+    failed = {result.id: [f"{one.title}: {one.observed}" for one in result.findings[:3]] for result in report.failed}
+    assert not failed, failed
+    assert report.canary is not None
+    assert report.canary.red
 
 
 def spent_on(run: EngineRun, *, judging: float) -> dict[Part, float]:

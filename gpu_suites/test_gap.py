@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rollproof.gpu_suites.reporting import RunReport
 from rollproof.gpu_suites.sampling import Rollouts
 from rollproof.gpu_suites.scorers import GivenScorer, HfScorer, Scorer
 from rollproof.gpu_suites.spending import Part
+from rollproof.gpu_suites.trainers import GAP_MEGATRON, GAP_RANKED, GAP_TRAINERS
 from rollproof.plugin import STATE
 
 LIMITS: dict[str, dict[Routed, str]] = {
@@ -30,55 +31,29 @@ ENGINES: dict[str, pytest.MarkDecorator] = {
     "vllm": pytest.mark.engine("vllm", ">=0.22"),
     "sglang": pytest.mark.engine("sglang", ">=0.5.12"),
 }
-MEGATRON: dict[str, dict[str, Any]] = {
-    "megatron": {},
-    "megatron-tp2": {"tp": 2},
-    "megatron-cp2": {"cp": 2},
-    "megatron-ep2": {"dp": 2, "ep": 2},
-    "megatron-pp2-vpp2": {"pp": 2, "vpp": 2},
-    "megatron-tp2-pp2-ep2": {"tp": 2, "pp": 2, "ep": 2},
-    "megatron-tp2-cp2": {"tp": 2, "cp": 2},
-    "megatron-ep2-pp2-vpp2": {"dp": 2, "ep": 2, "pp": 2, "vpp": 2},
-    "megatron-tp4": {"tp": 4},
-    "megatron-ep4": {"dp": 4, "ep": 4},
-}
-"""Trainers on megatron-core by their parallel sizes."""
 
 
-RANKED: dict[str, tuple[Division, int]] = {
-    "fsdp2-2": (Division.FSDP2, 2),
-    "fsdp2-4": (Division.FSDP2, 4),
-    "ulysses-2": (Division.ULYSSES, 2),
-    "ulysses-4": (Division.ULYSSES, 4),
-}
-"""Trainers of HF transformers on several GPUs: what is divided over how many."""
-
-
-def _gpus(sizes: dict[str, Any]) -> int:
+def _gpus(sizes: Mapping[str, Any]) -> int:
     return math.prod(int(sizes.get(name, 1)) for name in ("dp", "cp", "tp", "pp"))
-
-
-TRAINERS: tuple[str, ...] = ("hf", *RANKED, *MEGATRON)
-"""Names that ``--rollproof-trainer`` takes."""
 
 
 def _cells() -> Iterator[tuple[str, str, str]]:
     """Engine, dtype and trainer of each cell. Several GPUs are held against engines in bfloat16 only: in float32 one shows what all do."""
     for engine in ENGINES:
-        for trainer in TRAINERS:
+        for trainer in GAP_TRAINERS:
             yield engine, "bfloat16", trainer
         yield engine, "float16", "hf"
         if engine not in NO_FLOAT32:
             yield from ((engine, "float32", trainer) for trainer in ("hf", "megatron"))
 
 
-def _cell(engine: str, dtype: str, trainer: str) -> Any:
+def _cell(engine: str, dtype: str, trainer: str, *, asked: bool = False) -> Any:
     marks = [ENGINES[engine]]
-    if trainer in MEGATRON:
-        marks += [pytest.mark.engine("megatron", ">=0.16"), pytest.mark.gpus(_gpus(MEGATRON[trainer]))]
-    if trainer in RANKED:
-        division, gpus = RANKED[trainer]
-        marks += [pytest.mark.gpus(gpus), pytest.mark.full]
+    if trainer in GAP_MEGATRON:
+        marks += [pytest.mark.engine("megatron", ">=0.16"), pytest.mark.gpus(_gpus(GAP_MEGATRON[trainer]))]
+    if trainer in GAP_RANKED:
+        division, gpus = GAP_RANKED[trainer]
+        marks += [pytest.mark.gpus(gpus), *([] if asked else [pytest.mark.full])]
         marks += [pytest.mark.engine("deepspeed", ">=0.19")] if division is Division.ULYSSES else []
     if dtype != "bfloat16":
         marks.append(pytest.mark.full)
@@ -86,16 +61,14 @@ def _cell(engine: str, dtype: str, trainer: str) -> Any:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The cells of the matrix; with ``--rollproof-trainer`` those of one trainer. Raises ``UsageError`` for a name that is none."""
+    """The cells of the matrix; with ``--rollproof-trainer`` those of one trainer, which ``check_given`` has yet to look at."""
     if not {"engine", "dtype", "trainer"} <= set(metafunc.fixturenames):
         return
     given = metafunc.config.stash[STATE].settings.trainer
-    if given is None or given in TRAINERS:
-        cells = [_cell(*one) for one in _cells() if given is None or one[2] == given]
-    elif ":" in given:
-        cells = [_cell(engine, "bfloat16", given) for engine in ENGINES]
+    if given is None or given in GAP_TRAINERS:
+        cells = [_cell(*one, asked=given is not None) for one in _cells() if given is None or one[2] == given]
     else:
-        raise pytest.UsageError(f"--rollproof-trainer={given!r} is neither module:factory nor one of: {', '.join(TRAINERS)}.")
+        cells = [_cell(engine, "bfloat16", given) for engine in ENGINES]
     metafunc.parametrize(("engine", "dtype", "trainer"), cells)
 
 
@@ -160,15 +133,15 @@ def scorer_of(rollouts: Rollouts) -> Iterator[Callable[..., Scorer]]:
         def make(name: str, dtype: str) -> Scorer:
             if name == "hf":
                 return HfScorer(rollouts.checkpoints, dtype)
-            if name in RANKED:
-                division, size = RANKED[name]
+            if name in GAP_RANKED:
+                division, size = GAP_RANKED[name]
                 return RankedScorer(division, rollouts.checkpoints, dtype, started("hf", scorer_ranks), size)
-            if name not in MEGATRON:
+            if name not in GAP_MEGATRON:
                 return GivenScorer(name, rollouts.checkpoints, dtype)
             from rollproof.gpu_suites.megatron_scorer import MegatronScorer
             from rollproof.replay.megatron.subject import megatron_ranks
 
-            return MegatronScorer(rollouts.checkpoints, dtype, started("megatron", megatron_ranks), **MEGATRON[name])
+            return MegatronScorer(rollouts.checkpoints, dtype, started("megatron", megatron_ranks), **GAP_MEGATRON[name])
 
         yield make
 

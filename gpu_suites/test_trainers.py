@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.checks import Verdict
 from rollproof.gpu_suites.excused import loss_apart
 from rollproof.gpu_suites.gate import shared
 from rollproof.gpu_suites.hardware import MemoryWatch
+from rollproof.gpu_suites.judging import COARSE, told
 from rollproof.gpu_suites.reporting import RunReport
 from rollproof.gpu_suites.scorers import empty_cuda
 from rollproof.gpu_suites.spending import Part, Stopwatch
@@ -56,20 +56,6 @@ RANKED: dict[str, dict[str, Any]] = {
     "fsdp2 in bf16": {"parallel": "fsdp2", "mixed": True},
     "ddp": {"parallel": "ddp"},
 }
-
-
-COARSE: frozenset[str] = frozenset({"replay.reference", "replay.gate-slope"})
-"""What of a trainer in bfloat16 may stay unknown: it has too few digits for a finite difference, and the reference has others."""
-
-
-def told(report: Report, unknown: frozenset[str] = frozenset()) -> None:
-    """Fail with what failed or stayed unknown, but for ``unknown``, and where a canary was missed."""
-    open_ = {result.id: result.reason for result in report.results if result.verdict is Verdict.UNKNOWN and result.id not in unknown}
-    assert not open_, open_
-    failed = {result.id: [f"{one.title}: {one.observed}" for one in result.findings[:3]] for result in report.failed}
-    assert not failed, failed
-    assert report.canary is not None
-    assert report.canary.red
 
 
 def timed(make: Callable[[], Any], name: str, run: RunReport, **more: Any) -> Report:

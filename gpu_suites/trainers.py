@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from rollproof.contract import LayerAxis
+from rollproof.gpu_suites.ranked_scorer import Division
 from rollproof.replay.megatron.setups import SETUPS as MEGATRON
 from rollproof.replay.megatron.setups import Dispatcher, RouterKind, Setup
 
-__all__ = ["MEGATRON_SETUPS", "single_process", "summing_on_gpus"]
+__all__ = ["GAP_MEGATRON", "GAP_RANKED", "GAP_TRAINERS", "MEGATRON_SETUPS", "single_process", "summing_on_gpus"]
 
 _A2A = Dispatcher.ALLTOALL
 _MIXED = (
@@ -55,6 +57,38 @@ MEGATRON_SETUPS: Mapping[str, Setup] = MappingProxyType(
     }
 )
 """Setups of megatron-core by name, those of one GPU first."""
+
+
+GAP_MEGATRON: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "megatron": {},
+        "megatron-tp2": {"tp": 2},
+        "megatron-cp2": {"cp": 2},
+        "megatron-ep2": {"dp": 2, "ep": 2},
+        "megatron-pp2-vpp2": {"pp": 2, "vpp": 2},
+        "megatron-tp2-pp2-ep2": {"tp": 2, "pp": 2, "ep": 2},
+        "megatron-tp2-cp2": {"tp": 2, "cp": 2},
+        "megatron-ep2-pp2-vpp2": {"dp": 2, "ep": 2, "pp": 2, "vpp": 2},
+        "megatron-tp4": {"tp": 4},
+        "megatron-ep4": {"dp": 4, "ep": 4},
+    }
+)
+"""Trainers on megatron-core by their parallel sizes."""
+
+
+GAP_RANKED: Mapping[str, tuple[Division, int]] = MappingProxyType(
+    {
+        "fsdp2-2": (Division.FSDP2, 2),
+        "fsdp2-4": (Division.FSDP2, 4),
+        "ulysses-2": (Division.ULYSSES, 2),
+        "ulysses-4": (Division.ULYSSES, 4),
+    }
+)
+"""Trainers of HF transformers on several GPUs: what is divided over how many."""
+
+
+GAP_TRAINERS: tuple[str, ...] = ("hf", *GAP_RANKED, *GAP_MEGATRON)
+"""Names that ``--rollproof-trainer`` takes."""
 
 
 def single_process(setup: Setup) -> Setup:

@@ -23,6 +23,8 @@ DENSE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidd
         ("--rollproof-trainer=nobody_at:home", "nobody_at"),
         ("--rollproof-trainer=json:nothing", "json has no 'nothing'."),
         ("--rollproof-trainer=json:decoder", "not a factory"),
+        ("--rollproof-trainer=megatron-tp3", "'megatron-tp3' is neither module:factory nor one of: hf, fsdp2-2,"),
+        ("--rollproof-gpu-report=dense/config.json", "Cannot write into"),
     ],
 )
 def test_it_is_told_at_once(option: str, words: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

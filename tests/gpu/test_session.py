@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
 from typing import TypeAlias
@@ -110,3 +112,41 @@ def test_a_required_run_of_nothing_is_not_green(run: Runner) -> None:
     _, told = run((Card(),), "-k", "two")
     assert "nothing was run" not in told
     assert told.endswith("exit 0")
+
+
+def test_a_busy_card_is_hidden_from_what_needs_one(run: Runner) -> None:
+    """Of two cards the first is busy: what needs one runs on the other; what needs both says why it cannot."""
+    busy = Card(pids=[STRANGER], free=39 * GIB)
+    outcomes, told = run((busy, Card()), "--rollproof-require-gpu")
+    assert (1, 1) == (outcomes["passed"], outcomes.get("failed", 0) + outcomes.get("errors", 0))
+    assert "needs 2 free GPUs, and 1 of 1 are; GPU 0 is busy (process 1, 41.0 GiB held); a GPU was required" in told
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_a_session_of_several_processes_is_refused(pytester: pytest.Pytester) -> None:
+    """Each would find the cards taken by the others, and their reports would overwrite each other."""
+    pytest.importorskip("xdist", reason="-n is pytest-xdist's")
+    pytester.makepyfile("def test_one():\n    raise AssertionError('was run')\n")
+    told = pytester.runpytest_inprocess("-p", "rollproof.gpu_suites.conftest", "-n2")
+    assert pytest.ExitCode.USAGE_ERROR == told.ret
+    told.stderr.fnmatch_lines(["ERROR: The GPU suites run in one process*leave -n out*"])
+
+
+@pytest.mark.parametrize("cards", [(), (Card(),)], ids=["no card", "one card"])
+def test_a_report_that_was_asked_for_is_written_in_any_case(run: Runner, pytester: pytest.Pytester, cards: tuple[Card, ...]) -> None:
+    """Also where no test that measures could be run: shards are merged from it, and nothing of an earlier run is taken for this one's."""
+    for _ in range(2):
+        run(cards, "--rollproof-gpu-report=out")
+        data = json.loads((pytester.path / "out" / "run.json").read_text())
+        assert ["Nothing was measured: no test that measures could be run."] == data["notes"]
+        assert len(cards) == len(data["machine"]["gpus"])
+        data["notes"] = ["of an earlier run"]
+        (pytester.path / "out" / "run.json").write_text(json.dumps(data))
+
+
+def test_a_report_that_cannot_be_written_is_told_at_once(run: Runner, pytester: pytest.Pytester) -> None:
+    """Before anything is run, in one line."""
+    (pytester.path / "out").write_text("a file")
+    outcomes, told = run((Card(),), "--rollproof-gpu-report=out")
+    assert {} == outcomes
+    assert told.endswith("exit 4")
