@@ -49,7 +49,8 @@ def test_a_run_as_json_and_as_a_page(run: RunReport, tmp_path: Path) -> None:
         "fake-sglang-0.5.17, 8 calls at once",
         "engine.identity",
         "a note &lt;b&gt;",
-        "R3 shifted by a layer",
+        ">shifted by a layer<",
+        '<div class="wide" role="region" aria-label="Gap" tabindex="0">',
     ):
         assert text in page
 
