@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -170,15 +171,15 @@ _SCORERS = {Division.FSDP2: _Sharded, Division.ULYSSES: _Sliced}
 
 def worker(rank: int, world_size: int) -> Callable[[_Job], Scored]:
     """The task of ``rollproof.replay.ranks.Ranks``; processes score for one trainer."""
-    scorer: HfScorer | None = None
+
+    @functools.cache
+    def scorer(wanted: _Trainer) -> HfScorer:
+        return _SCORERS[wanted.division](dict(wanted.checkpoints), wanted.dtype, device=wanted.device, batch=wanted.batch)
 
     def work(job: _Job) -> Scored:
-        nonlocal scorer
         wanted = job.trainer
-        if scorer is None:
-            scorer = _SCORERS[wanted.division](dict(wanted.checkpoints), wanted.dtype, device=wanted.device, batch=wanted.batch)
         mine = list(_shares(wanted.division, job.units, world_size))[rank]
         routes = None if job.routes is None else [job.routes[number] for number in mine]
-        return scorer.score([job.units[number] for number in mine], routes, other=job.other)
+        return scorer(wanted).score([job.units[number] for number in mine], routes, other=job.other)
 
     return work

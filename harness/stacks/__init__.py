@@ -159,8 +159,7 @@ def _look(name: str, release: Release, wanted: str | None, checkout: str | Path 
 
 def _because(release: Release, folder: Path | None) -> str:
     """What is known of a checkout that is no commit."""
-    changed = () if folder is None else changed_files(folder, release)
-    if not changed:
+    if folder is None or not (changed := changed_files(folder, release)):
         return ""
     others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return f" ({changed[0]}{others} {'are' if others else 'is'} not as the commit has it)"
