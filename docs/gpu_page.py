@@ -29,10 +29,12 @@ failure too.
 
 By itself a run takes what one GPU does in less than ten minutes: both engines in their usual setting, transformers, megatron-core, and
 the gap of all four pairs; on several GPUs some of their trainers too. `--rollproof-full` runs everything, and what is named on the command
-line (`gpu_suites/test_engines.py::...`) is run in any case.
+line (`gpu_suites/test_engines.py::...`) is run in any case. Nothing needs more than four GPUs; of a larger host the first free ones are
+taken. On such a host, everything, with a report: `nox -s gpu -- --rollproof-full --rollproof-require-gpu --rollproof-gpu-report report`.
+Suites are not run side by side (`-n` of pytest-xdist is refused): they would take each other's cards.
 
 Engines live in interpreters of their own (their dependencies exclude each other): `ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON`
-name them, and each must be able to import rollproof too. `--rollproof-gpu-report DIR` keeps `run.json` and `run.html`;
+name them, and each must be able to import rollproof too (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`). `--rollproof-gpu-report DIR` keeps `run.json` and `run.html`;
 `python -m rollproof.gpu_suites.merging OUT run.json ...` makes one report of several shards. Cards that other processes use are left alone,
 unless `ROLLPROOF_SHARE_GPUS=1`. [ci/](ci) has workflows for GPU and for CPU runners.
 

@@ -61,7 +61,7 @@ def _parts(results: list[dict[str, Any]]) -> Iterator[str]:
             count = Counter(_SIGNS[verdict] for verdict in one["verdicts"].values())
             counts = " | ".join(str(count[sign]) for sign in "✓✗?·")
             yield f"| {_title(result)} | {part} | {one['cases']} | {counts} | {one['seconds']:.0f} |"
-    yield "\nSeconds of one process on two shared cores, imports left out.\n"
+    yield "\nSeconds on two cores, imports left out; for most of them other work ran beside.\n"
 
 
 def _table(results: list[dict[str, Any]]) -> Iterator[str]:
