@@ -34,7 +34,8 @@ taken. On such a host, everything, with a report: `nox -s gpu -- --rollproof-ful
 Suites are not run side by side (`-n` of pytest-xdist is refused): they would take each other's cards.
 
 Engines live in interpreters of their own (their dependencies exclude each other): `ROLLPROOF_VLLM_PYTHON` and `ROLLPROOF_SGLANG_PYTHON`
-name them, and each must be able to import rollproof too (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`). `--rollproof-gpu-report DIR` keeps `run.json` and `run.html`;
+name them, and each must be able to import rollproof too (`$ROLLPROOF_VLLM_PYTHON -m pip install --no-deps .`).
+`--rollproof-gpu-report DIR` keeps `run.json` and `run.html`;
 `python -m rollproof.gpu_suites.merging OUT run.json ...` makes one report of several shards. Cards that other processes use are left alone,
 unless `ROLLPROOF_SHARE_GPUS=1`. [ci/](ci) has workflows for GPU and for CPU runners.
 
