@@ -159,10 +159,11 @@ def _look(name: str, release: Release, wanted: str | None, checkout: str | Path 
 
 def _because(release: Release, folder: Path | None) -> str:
     """What is known of a checkout that is no commit."""
-    if folder is None or not (changed := changed_files(folder, release)):
+    changed = () if folder is None else changed_files(folder, release)
+    if not changed:
         return ""
-    others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-    return f" ({changed[0]}{others} {'are' if others else 'is'} not as the commit has it)"
+    first, *others = changed
+    return f" ({first}{f' and {len(others)} more' if others else ''} {'are' if others else 'is'} not as the commit has it)"
 
 
 def _refuse_another(name: str, release: Release, folder: Path | None) -> None:
