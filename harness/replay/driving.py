@@ -227,7 +227,7 @@ class _Drive:
                 raise UnsupportedStep(f"the subject has no variants, so none {planned.variant!r}")
             try:
                 made = _settled(make(planned.variant))
-            except (KeyError, NotImplementedError) as error:
+            except (KeyError, NotImplementedError) as error:  # the ways to say that it is not offered: a table without it, or in words
                 raise UnsupportedStep(f"the subject has no variant {planned.variant!r}: {told(error)}") from error
             except BaseException as error:  # an option that replay cannot go with may be refused while a model is made
                 _pass_on(error, f"{self.label}.variant")
@@ -252,7 +252,7 @@ class _Drive:
             _settled(set_weights(step.weights))
             if step.nudge and nudge is not None:
                 _settled(nudge(step.nudge_layer, step.nudge))
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # the way to say that a subject does not offer it (UnsupportedStep is one)
             raise UnsupportedStep(f"the subject has no weights number {step.weights}: {told(error)}") from error
         except BaseException as error:
             _pass_on(error, f"{self.label}.set_weights")
