@@ -16,8 +16,9 @@ import numpy as np
 from rollproof.contract import Contract, KvPolicy, TagRead, Versions
 from rollproof.errors import SubjectError
 from rollproof.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.stacks.actors import taken
 from rollproof.stacks.dialogue import PAD_ID
-from rollproof.stacks.nemo_rl.controller import Transfer, rollout_contract, taken
+from rollproof.stacks.nemo_rl.controller import Transfer, rollout_contract
 from rollproof.stacks.nemo_rl.environment import datum, environment
 from rollproof.stacks.nemo_rl.generation import Tokenizer, limits, updatable, vllm_generation
 from rollproof.stacks.nemo_rl.imported import NemoRl, Ref

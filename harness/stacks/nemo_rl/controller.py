@@ -14,6 +14,7 @@ import numpy as np
 
 from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, MissingLogprobs, Provenance, ResumeBy, Rows, Sampling, Versions
 from rollproof.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.stacks.actors import taken
 from rollproof.stacks.dialogue import PAD_ID
 from rollproof.stacks.nemo_rl.environment import datum, environment
 from rollproof.stacks.nemo_rl.generation import Tokenizer, limits, updatable, vllm_generation
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rollproof.fakes.engine import FakeEngine
     from rollproof.fakes.fleet import Fleet
 
-__all__ = ["ControllerSubject", "Transfer", "rollout_contract", "taken"]
+__all__ = ["ControllerSubject", "Transfer", "rollout_contract"]
 
 _PARTITION = "train"
 _ENDLESS = 10**6
@@ -222,11 +223,6 @@ class _Slot:
     async def remove_group(self, group_id: str) -> int:
         removed: int = await self._buffer.remove_group(group_id)
         return removed
-
-
-def taken(actor: Any) -> Any:
-    """The class inside of what ``ray.remote`` made of it."""
-    return getattr(getattr(actor, "__ray_metadata__", None), "modified_class", actor)
 
 
 def rollout_contract(fleet: Fleet) -> Contract:

@@ -27,6 +27,7 @@ from rollproof.contract import (
 )
 from rollproof.fakes.failures import EngineFailure, ServerDied
 from rollproof.records import EngineOutput, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.stacks.actors import taken
 from rollproof.stacks.dialogue import PAD_ID
 from rollproof.stacks.roll.imported import Roll
 
@@ -85,7 +86,7 @@ class LoopSubject:
         await manager.initialize()
         self._manager = manager
         self._client = await roll.router.RouterManager.create_client(manager)
-        self._scheduler = object.__new__(_taken(roll.scheduler.DynamicSamplingScheduler))
+        self._scheduler = object.__new__(taken(roll.scheduler.DynamicSamplingScheduler))
         self._scheduler.__dict__.update(
             router_manager=manager,
             router_client=self._client,
@@ -252,11 +253,6 @@ def _worker(roll: Roll, fleet: Fleet, engine: FakeEngine) -> Any:
     return SimpleNamespace(
         generate_request=SimpleNamespace(remote=strategy.generate_request), abort_requests=SimpleNamespace(remote=strategy.abort_requests)
     )
-
-
-def _taken(actor: Any) -> Any:
-    """The class inside of what ``ray.remote`` made of it."""
-    return getattr(getattr(actor, "__ray_metadata__", None), "modified_class", actor)
 
 
 async def _begun(**_prompt: int) -> int:

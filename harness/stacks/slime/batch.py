@@ -14,6 +14,7 @@ import numpy as np
 
 from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
 from rollproof.records import BatchRow, Rollout
+from rollproof.stacks.actors import taken
 from rollproof.stacks.slime.imported import Slime
 
 __all__ = ["RankData"]
@@ -48,7 +49,7 @@ class RankData:
         self._slime = slime
         manager = slime.manager.RolloutManager
         # Ray wraps the class; what is inside is slime's
-        self._manager = getattr(getattr(manager, "__ray_metadata__", None), "modified_class", manager)
+        self._manager = taken(manager)
 
     def collate(self, samples: list[Rollout]) -> Any:
         """What each rank holds, after a journey by pickle, and the names of the samples."""
