@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from rollproof.gap.intervals import Interval, share_interval
 from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
 from rollproof.records import IntArray
 
-__all__ = ["Agreement", "agreement", "overlap"]
+__all__ = ["Agreement", "Selections", "agreement", "overlap", "selections"]
 
 _CHUNK = 1 << 16
 _WORDS = 16
@@ -38,36 +39,78 @@ class Agreement:
     free: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Selections:
+    """The rows of a side as sets, made once however often they are compared.
+
+    ``sets`` is ``(n, layers, words)`` with each row's experts as bits, or ``(n, layers, top_k)`` with its sorted ids where there are more
+    experts than bits; ``whole`` ``(n, layers)`` whether a row holds ``top_k`` distinct, real experts.
+    """
+
+    sets: IntArray
+    whole: BoolArray
+    top_k: int
+
+    def __len__(self) -> int:
+        return len(self.sets)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the axis."""
+        return int(self.sets.shape[1])
+
+    def at(self, rows: Any, layers: Any = slice(None)) -> Selections:
+        """Those of some rows, and of a slice of the layers."""
+        return Selections(sets=self.sets[rows][:, layers], whole=self.whole[rows][:, layers], top_k=self.top_k)
+
+    def overlap(self, other: Selections) -> tuple[IntArray, BoolArray]:
+        """``(n, layers)`` number of common experts, and whether both rows are whole. One layer is compared with every other's."""
+        whole = self.whole & other.whole
+        if self.sets.dtype == np.uint64:
+            return _count(self.sets & other.sets), whole
+        shape = np.broadcast_shapes(self.sets.shape, other.sets.shape)
+        both = np.sort(np.concatenate([np.broadcast_to(one.sets, shape) for one in (self, other)], axis=2), axis=2)
+        return (np.diff(both, axis=2) == 0).sum(axis=2), whole
+
+
+def selections(left: IntArray, right: IntArray) -> tuple[Selections, Selections]:
+    """Two sides' ``(n, layers, top_k)`` ids, ready to be compared."""
+    words = int(max(left.max(initial=0), right.max(initial=0))) // 64 + 1
+    one, other = ((_bits if words <= _WORDS else _sorted)(ids, words) for ids in (left, right))
+    return one, other
+
+
 def overlap(left: IntArray, right: IntArray) -> tuple[IntArray, BoolArray]:
     """For ``(n, layers, top_k)`` arrays: ``(n, layers)`` number of common experts, and whether both rows hold distinct, real experts."""
-    if max(left.max(initial=0), right.max(initial=0)) < 64 * _WORDS:
-        a, b = _sets(left), _sets(right)
-        return _count(a & b), (_count(a) == left.shape[2]) & (_count(b) == right.shape[2])
-    a, b = np.sort(left, axis=2).astype(np.int64), np.sort(right, axis=2).astype(np.int64)
-    whole = (a[:, :, 0] >= 0) & (b[:, :, 0] >= 0)
-    if a.shape[2] > 1:
-        whole &= (np.diff(a, axis=2) > 0).all(axis=2) & (np.diff(b, axis=2) > 0).all(axis=2)
-    both = np.sort(np.concatenate([a, b], axis=2), axis=2)
-    return (np.diff(both, axis=2) == 0).sum(axis=2), whole
+    one, other = selections(left, right)
+    return one.overlap(other)
 
 
-def _sets(ids: IntArray) -> IntArray:
-    """``(n, layers, words)``: each row's experts as bits; negative ids are none."""
-    words = int(ids.max(initial=0)) // 64 + 1
+def _bits(ids: IntArray, words: int) -> Selections:
+    """Experts as bits; negative ids are none."""
     bits = np.zeros((64 * words + 1, words), dtype=np.uint64)  # the last row is that of id -1
     numbers = np.arange(64 * words)
     bits[numbers, numbers // 64] = np.left_shift(np.uint64(1), (numbers % 64).astype(np.uint64))
     if ids.min(initial=0) < -1:
         ids = np.maximum(ids, -1)
-    one = words == 1  # without an axis of one word it takes half the time
-    out: IntArray = np.bitwise_or.reduce((bits[:, 0] if one else bits)[ids], axis=2)
-    return out[:, :, None] if one else out
+    alone = words == 1  # without an axis of one word it takes half the time
+    sets: IntArray = np.bitwise_or.reduce((bits[:, 0] if alone else bits)[ids], axis=2)
+    sets = sets[:, :, None] if alone else sets
+    return Selections(sets=sets, whole=_count(sets) == ids.shape[2], top_k=ids.shape[2])
+
+
+def _sorted(ids: IntArray, _: int) -> Selections:
+    sets = np.sort(ids, axis=2).astype(np.int64)
+    whole = (sets[:, :, 0] >= 0) & (np.diff(sets, axis=2) > 0).all(axis=2)
+    return Selections(sets=sets, whole=whole, top_k=ids.shape[2])
 
 
 def _count(sets: IntArray) -> IntArray:
     """``(n, layers)``: the bits that are set."""
     counts = getattr(np, "bitwise_count", None)  # since numpy 2.0
     bits = counts(sets) if counts is not None else np.unpackbits(sets.view(np.uint8), axis=2)
+    if bits.shape[2] == 1:
+        return np.asarray(bits[:, :, 0], dtype=np.int64)
     out: IntArray = bits.sum(axis=2, dtype=np.int64)
     return out
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollproof.gap.agreement import overlap
+from rollproof.gap.agreement import Selections, selections
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.shifts import ENOUGH, STEPS, Shift, lost_shift, moved_layers, moved_tokens, route_shift
-from rollproof.records import IntArray
 
 __all__ = ["RouteEvidence", "route_evidence"]
 
@@ -48,32 +47,31 @@ def route_evidence(pairs: TokenPairs) -> RouteEvidence | None:
     if left is None or right is None or left.shape != right.shape or len(left) * left.shape[1] < ENOUGH:
         return None
     most = max(1, _MOST // (left.shape[1] * left.shape[2]))
-    left, right, owner = left[:most], right[:most], pairs.owner[:most]
-    top_k = left.shape[2]
-    common, whole = overlap(left, right)
+    ids, owner = (left[:most], right[:most]), pairs.owner[:most]
+    left, right = selections(*ids)
+    top_k = left.top_k
+    common, whole = left.overlap(right)
     captured = whole.mean(axis=0) > 0.05
     missed, rows = ((top_k - common) * whole).sum(axis=1), whole.sum(axis=1)
     told = rows > 0
     row = np.divide(missed, rows * top_k, out=np.zeros(len(left)), where=told)
-    chance = 1 - top_k / (int(max(left.max(), right.max())) + 1)
+    chance = 1 - top_k / (int(max(one.max() for one in ids)) + 1)
     lost = told & (row > 0.7 * chance)
     well = told & ~lost
-    many = left.shape[1] * top_k >= _SLOTS
+    many = left.layers * top_k >= _SLOTS
     known, gone = (np.bincount(owner, weights=one, minlength=pairs.n_sequences) for one in (told, lost))
     return RouteEvidence(
         mismatch=_missed(left, right),
         token_shift={step: _missed(*moved_tokens(left, right, owner, step)) for step in STEPS},
-        layer_shift={step: _missed(*moved_layers(left, right, step)) for step in STEPS if abs(step) < left.shape[1]},
+        layer_shift={step: _missed(*moved_layers(left, right, step)) for step in STEPS if abs(step) < left.layers},
         shift=route_shift(left, right, pairs) or (lost_shift(left, right, lost, pairs) if many else None),
         polluted=float(lost.mean()) if many else float("nan"),
         healthy=float(row[well].mean()) if well.any() else float("nan"),
         strange=int(((known >= _ROWS) & (gone > _ALMOST * known)).sum()) if many else 0,
-        dull_layers=int(np.argmax(captured)) if captured.any() else left.shape[1],
+        dull_layers=int(np.argmax(captured)) if captured.any() else left.layers,
     )
 
 
-def _missed(left: IntArray, right: IntArray) -> float:
-    if not left.size:
-        return float("nan")
-    common, whole = overlap(left, right)
-    return float(1 - common[whole].mean() / left.shape[2]) if whole.any() else float("nan")
+def _missed(left: Selections, right: Selections) -> float:
+    common, whole = left.overlap(right)
+    return float(1 - common[whole].mean() / left.top_k) if whole.any() else float("nan")

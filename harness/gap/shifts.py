@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.gap.agreement import overlap
+from rollproof.gap.agreement import Selections
 from rollproof.gap.columns import BoolArray, FloatArray
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.wording import counted
@@ -145,21 +145,21 @@ def logprob_shift(pairs: TokenPairs) -> Shift | None:
     return best
 
 
-def route_shift(left: IntArray, right: IntArray, pairs: TokenPairs) -> Shift | None:
+def route_shift(left: Selections, right: Selections, pairs: TokenPairs) -> Shift | None:
     """Blocks and layers whose trainer routes are those of another token or layer; ``None`` where there are no such.
 
-    ``left`` and ``right`` are ``(rows, layers, top_k)``, of the first rows of ``pairs``.
+    ``left`` and ``right`` are of the first rows of ``pairs``.
     """
     blocks, owner = _Blocks.of_tokens(pairs), pairs.owner[: len(left)]
     everyone = np.arange(len(left))
     base = _cells(blocks, everyone, left, right)
     found = [(weight, shift) for weight, shift in [_of_other_layers(left, right, base)] if shift is not None]
-    for axis, step in [("token", step) for step in STEPS] + [("layer", step) for step in STEPS if abs(step) < left.shape[1]]:
+    for axis, step in [("token", step) for step in STEPS] + [("layer", step) for step in STEPS if abs(step) < left.layers]:
         if axis == "token":
             ours = _neighboured(owner, step)
-            moved = _cells(blocks, ours, left[ours], right[ours + step])
+            moved = _cells(blocks, ours, left.at(ours), right.at(ours + step))
         else:
-            at = slice(max(0, -step), left.shape[1] - max(0, step))
+            at = slice(max(0, -step), left.layers - max(0, step))
             moved = np.zeros_like(base)
             moved[:, :, at] = _cells(blocks, everyone, *moved_layers(left, right, step))
         weight, shift = _hit(axis, step, blocks, base, moved)
@@ -190,7 +190,7 @@ def _hit(axis: str, step: int, blocks: _Blocks, base: FloatArray, moved: FloatAr
     )
 
 
-def lost_shift(left: IntArray, right: IntArray, lost: BoolArray, pairs: TokenPairs) -> Shift | None:
+def lost_shift(left: Selections, right: Selections, lost: BoolArray, pairs: TokenPairs) -> Shift | None:
     """What mends tokens that stand here and there: of those ``lost`` (no layer agrees), most are another token's or layer's rows.
 
     Rows of a stranger (a draft model, another request) fit nowhere. Where a stretch of lost rows begins or ends, the last of them has its
@@ -199,19 +199,19 @@ def lost_shift(left: IntArray, right: IntArray, lost: BoolArray, pairs: TokenPai
     owner = pairs.owner[: len(left)]
     count = int(lost.sum())
     best: tuple[float, Shift | None] = (max(_LEAST - 1, count / 3), None)
-    for axis, step in [("token", step) for step in STEPS] + [("layer", step) for step in STEPS if abs(step) < left.shape[1]]:
+    for axis, step in [("token", step) for step in STEPS] + [("layer", step) for step in STEPS if abs(step) < left.layers]:
         if axis == "token":
             ours = _neighboured(owner, step)
             ours = ours[lost[ours]]
-            moved = left[ours], right[ours + step]
+            moved = left.at(ours), right.at(ours + step)
         else:
             ours = np.flatnonzero(lost)
-            moved = moved_layers(left[ours], right[ours], step)
-        after, here = _row_mismatch(*moved), _row_mismatch(left[ours], right[ours])
+            moved = moved_layers(left.at(ours), right.at(ours), step)
+        after, here = _row_mismatch(*moved), _row_mismatch(left.at(ours), right.at(ours))
         mended = BETTER * after <= here
         if mended.sum() > best[0]:
             own = ours[mended]
-            captured = overlap(left[own], right[own])[1].mean(axis=0)
+            captured = left.at(own).overlap(right.at(own))[1].mean(axis=0)
             best = (
                 float(mended.sum()),
                 Shift(
@@ -228,11 +228,11 @@ def lost_shift(left: IntArray, right: IntArray, lost: BoolArray, pairs: TokenPai
     return best[1]
 
 
-def _row_mismatch(left: IntArray, right: IntArray) -> FloatArray:
+def _row_mismatch(left: Selections, right: Selections) -> FloatArray:
     """``(rows,)``: share of the slots that differ, over the layers that hold a selection on both sides; NaN where none does."""
-    common, whole = overlap(left, right)
+    common, whole = left.overlap(right)
     rows = whole.sum(axis=1)
-    missed = np.where(whole, 1 - common / left.shape[2], 0.0).sum(axis=1)
+    missed = np.where(whole, 1 - common / left.top_k, 0.0).sum(axis=1)
     return np.asarray(np.divide(missed, rows, out=np.full(len(left), np.nan), where=rows > 0))
 
 
@@ -242,16 +242,16 @@ def dull_layers(captured: FloatArray) -> int:
     return int(np.argmax(there)) if there.any() else 0
 
 
-def _of_other_layers(left: IntArray, right: IntArray, base: FloatArray) -> tuple[float, Shift | None]:
+def _of_other_layers(left: Selections, right: Selections, base: FloatArray) -> tuple[float, Shift | None]:
     """Layers that hold another one's experts, however far away it is, in all sequences."""
     missed, rows = base.sum(axis=1)
     here = np.divide(missed, rows, out=np.zeros_like(missed), where=rows >= ENOUGH)
     some = np.linspace(0, len(left) - 1, min(len(left), _ROWS)).astype(np.int64)
     layer_of, after = {}, {}
     for layer in np.flatnonzero(here >= MISMATCH).tolist():
-        common, whole = overlap(np.broadcast_to(left[some, layer, None], right[some].shape), right[some])
+        common, whole = left.at(some, slice(layer, layer + 1)).overlap(right.at(some))
         count = whole.sum(axis=0)
-        share = np.divide((common * whole).sum(axis=0), count * left.shape[2], out=np.zeros(len(count)), where=count >= _LEAST)
+        share = np.divide((common * whole).sum(axis=0), count * left.top_k, out=np.zeros(len(count)), where=count >= _LEAST)
         best = int(np.argmax(share))
         if best != layer and BETTER * (1 - share[best]) <= here[layer]:
             layer_of[layer], after[layer] = best, 1 - share[best]
@@ -263,15 +263,15 @@ def _of_other_layers(left: IntArray, right: IntArray, base: FloatArray) -> tuple
         step=layer_of[layers[0]] - layers[0],
         here=float(here[layers].mean()),
         left=float(np.mean(list(after.values()))),
-        layers=tuple(layers) if len(layers) < left.shape[1] else None,
+        layers=tuple(layers) if len(layers) < left.layers else None,
         layer_of=tuple(layer_of.items()),
     )
 
 
-def _cells(blocks: _Blocks, tokens: IntArray, left: IntArray, right: IntArray) -> FloatArray:
+def _cells(blocks: _Blocks, tokens: IntArray, left: Selections, right: Selections) -> FloatArray:
     """``(2, blocks, layers)``: slots that differ, as parts of a row, and rows that hold a selection on both sides."""
-    common, whole = overlap(left, right)
-    missed = np.where(whole, 1 - common / left.shape[2], 0.0)
+    common, whole = left.overlap(right)
+    missed = np.where(whole, 1 - common / left.top_k, 0.0)
     parts = (missed, whole.astype(np.float64))
     return np.stack([np.stack([blocks.sums(tokens, part[:, i]) for i in range(part.shape[1])], axis=1) for part in parts])
 
@@ -282,14 +282,13 @@ def _neighboured(owner: IntArray, step: int) -> IntArray:
     return np.asarray(ours[owner[ours] == owner[ours + step]])
 
 
-def moved_layers(left: IntArray, right: IntArray, step: int) -> tuple[IntArray, IntArray]:
+def moved_layers(left: Selections, right: Selections, step: int) -> tuple[Selections, Selections]:
     """The layers of ``left`` and those of ``right`` that stand ``step`` further on, where there are such."""
-    layers = left.shape[1]
-    ours = np.arange(max(0, -step), layers - max(0, step))
-    return left[:, ours], right[:, ours + step]
+    begin, end = max(0, -step), left.layers - max(0, step)
+    return left.at(slice(None), slice(begin, end)), right.at(slice(None), slice(begin + step, end + step))
 
 
-def moved_tokens(left: IntArray, right: IntArray, owner: IntArray, step: int) -> tuple[IntArray, IntArray]:
+def moved_tokens(left: Selections, right: Selections, owner: IntArray, step: int) -> tuple[Selections, Selections]:
     """The rows of ``left`` and those of ``right`` that stand ``step`` further on in the same sequence, where there are such."""
     ours = _neighboured(owner, step)
-    return left[ours], right[ours + step]
+    return left.at(ours), right.at(ours + step)
