@@ -43,19 +43,19 @@ class RouteEvidence:
 
 def route_evidence(pairs: TokenPairs) -> RouteEvidence | None:
     """The evidence of the routes of ``pairs``; ``None`` where a side has none, or too few."""
-    left, right = pairs.routes.get("rollout_routes"), pairs.routes.get("trainer_routes")
-    if left is None or right is None or left.shape != right.shape or len(left) * left.shape[1] < ENOUGH:
+    rollout, trainer = pairs.routes.get("rollout_routes"), pairs.routes.get("trainer_routes")
+    if rollout is None or trainer is None or rollout.shape != trainer.shape or len(rollout) * rollout.shape[1] < ENOUGH:
         return None
-    most = max(1, _MOST // (left.shape[1] * left.shape[2]))
-    ids, owner = (left[:most], right[:most]), pairs.owner[:most]
-    left, right = selections(*ids)
+    most = max(1, _MOST // (rollout.shape[1] * rollout.shape[2]))
+    rollout, trainer, owner = rollout[:most], trainer[:most], pairs.owner[:most]
+    left, right = selections(rollout, trainer)
     top_k = left.top_k
     common, whole = left.overlap(right)
     captured = whole.mean(axis=0) > 0.05
     missed, rows = ((top_k - common) * whole).sum(axis=1), whole.sum(axis=1)
     told = rows > 0
     row = np.divide(missed, rows * top_k, out=np.zeros(len(left)), where=told)
-    chance = 1 - top_k / (int(max(one.max() for one in ids)) + 1)
+    chance = 1 - top_k / (int(max(rollout.max(), trainer.max())) + 1)
     lost = told & (row > 0.7 * chance)
     well = told & ~lost
     many = left.layers * top_k >= _SLOTS
