@@ -60,6 +60,7 @@ def _mean(values: FloatArray) -> float:
 
 
 _OF_SEQUENCES: Mapping[str, Callable[[FloatArray], float]] = {
+    "mismatch_kl/all/max": lambda sums: float(sums[:, PLACE["top_k3"]].max()) if len(sums) else math.nan,
     "rollout_corr/log_ppl_diff_max": lambda sums: float(_gaps(sums).max(initial=-math.inf)) if len(sums) else math.nan,
     "rollout_corr/log_ppl_diff_min": lambda sums: float(_gaps(sums).min(initial=math.inf)) if len(sums) else math.nan,
     "rollout_corr/ppl_ratio": lambda sums: _mean(np.exp(np.clip(_gaps(sums), -80, 80))),
@@ -68,7 +69,7 @@ _OF_SEQUENCES: Mapping[str, Callable[[FloatArray], float]] = {
     "mean_seq_mult_prob_error": lambda sums: _mean(_products(sums)),
     "min_seq_mult_prob_error": lambda sums: float(_products(sums).min()) if len(sums) else math.nan,
 }
-"""Metrics of whole sequences: verl's (its rollout_corr_helper) and NeMo-RL's (its GRPO)."""
+"""prime-rl's largest k3 of a token, and metrics of whole sequences: verl's (its rollout_corr_helper) and NeMo-RL's (its GRPO)."""
 
 
 def _largest_probability_difference(report: GapReport) -> float:

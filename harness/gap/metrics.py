@@ -100,7 +100,7 @@ _LIST = (
         scale=Scale.POSITIVE,
         above="k3",
         top="top_k3",
-        aliases=("rollout_corr/k3_kl", "mismatch_kl", "gen_kl_error"),
+        aliases=("rollout_corr/k3_kl", "mismatch_kl", "mismatch_kl/all/mean", "gen_kl_error"),
     ),
     Metric(
         name="k1",
@@ -125,7 +125,7 @@ _LIST = (
         above="seq_k3",
         below="seq_n",
         top="top_k3",
-        # slime and miles average per sample, and clip a token's k3 at 10
+        # miles averages per sample, and clips a token's k3 at 10
         aliases=("train_rollout_kl",),
     ),
     Metric(

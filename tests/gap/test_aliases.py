@@ -31,7 +31,7 @@ def test_formulas_of_other_projects() -> None:
         "gen_kl_error": k3[keep].mean(),  # NeMo-RL: mean over the tokens of the batch
         "token_mult_prob_error": np.exp(np.abs(d)).mean(),
         "mismatch_kl": k3[keep].mean(),  # prime-rl
-        "train_rollout_kl": ((k3 * mask).sum(1) / mask.sum(1)).mean(),  # slime, miles: mean of the samples' means
+        "train_rollout_kl": ((k3 * mask).sum(1) / mask.sum(1)).mean(),  # miles: mean of the samples' means
         "train_rollout_logprob_abs_diff": ((np.abs(trainer - rollout) * mask).sum(1) / mask.sum(1)).mean(),
         "sampling/sampling_logp_difference/mean": np.abs(d).mean(),  # TRL
         "sampling/sampling_logp_difference/max": np.abs(d).max(),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from rollproof.gap import measure
+from rollproof.gap.pairs import FloatArray
 from tests.support.gap_measured import FROZEN_GENERATION, FROZEN_MASK, FROZEN_TRAINER, measured
-from tests.support.upstream import installed, run_block, run_function
+from tests.support.upstream import installed, run_block, run_function, run_statements
 
 NEMO_RL = {
     "token_mult_prob_error": 1.4895391907999218,
@@ -21,13 +22,12 @@ NEMO_RL = {
     "min_seq_mult_prob_error": 1.2141085953819561,
     "sampling_importance_ratio": 1.348917725654678,
 }
-"""What NeMo-RL's code (7ea279abf: algorithms/loss/loss_functions.py from line 406, grpo.py from line 2552, utils.py) says of these arrays,
-in float64: ``PYTHONPATH=. python benchmarks/gap_nemo_rl.py CHECKOUT``. Its policy_kl_error (0.0950) and js_divergence_error (0.0307)
+"""What NeMo-RL's code (7ea279abf) says of the frozen case, in float64. Its policy_kl_error (0.0950) and js_divergence_error (0.0307)
 estimate nothing that goes by their names, since the tokens are the engine's: they have no metric here."""
-PRIME_RL = {"mismatch_kl": 0.20808439344544294}
-"""prime-rl 559b44772, trainer/rl/loss.py: ``compute_importance_ratio_and_mismatch_kl``, then ``_safe_mean`` under the loss mask."""
+PRIME_RL = {"mismatch_kl/all/mean": 0.20808439344544294, "mismatch_kl/all/max": 1.9816890703380645, "mismatch_kl": 0.20808439344544294}
+"""prime-rl 559b44772."""
 SLIME = {"train_rollout_logprob_abs_diff": 0.3012222222222222}
-"""slime 624b824a8, backends/megatron_utils/cp_utils.py: ``get_sum_of_sample_mean`` of |d|, over the number of samples."""
+"""slime 624b824a8."""
 
 
 def test_verl_offpolicy_metrics() -> None:
@@ -58,21 +58,53 @@ def test_verl_debug_metrics() -> None:
     assert theirs == pytest.approx({name: ours[name] for name in theirs}, rel=1e-6)
 
 
-def test_nemo_rl_metrics() -> None:
-    """NeMo-RL's own code gave these numbers of these arrays: ours are the same to the 1e-8 that it adds to its token count."""
-    generation, trainer, mask = (np.array(array) for array in (FROZEN_GENERATION, FROZEN_TRAINER, FROZEN_MASK))
-    sequence = np.repeat(np.arange(len(mask)), mask.shape[1])
-    report = measure(generation.ravel(), trainer.ravel(), sequence_id=sequence, mask=mask.ravel(), resamples=100)
-    found = report.aliased()
-    assert pytest.approx({name: found[name] for name in NEMO_RL}, rel=1e-8) == NEMO_RL
+@pytest.mark.parametrize("theirs", [NEMO_RL, PRIME_RL, SLIME], ids=["nemo-rl", "prime-rl", "slime"])
+def test_frozen_case(theirs: dict[str, float]) -> None:
+    """What no package index has gave these numbers of these arrays: ours are the same, to the 1e-8 that NeMo-RL adds to its token count."""
+    found = _case("frozen")[1]
+    assert pytest.approx({name: found[name] for name in theirs}, rel=1e-8) == theirs
 
 
-def test_prime_rl_and_slime_metrics() -> None:
-    """prime-rl's and slime's own functions gave these numbers of the same arrays."""
-    generation, trainer, mask = (np.array(array) for array in (FROZEN_GENERATION, FROZEN_TRAINER, FROZEN_MASK))
-    sequence = np.repeat(np.arange(len(mask)), mask.shape[1])
-    found = measure(generation.ravel(), trainer.ravel(), sequence_id=sequence, mask=mask.ravel(), resamples=100).aliased()
-    assert pytest.approx({name: found[name] for name in PRIME_RL | SLIME}, rel=1e-12) == PRIME_RL | SLIME
+@pytest.mark.parametrize("case", ["measured", "frozen"])
+def test_nemo_rl_own_code(case: str) -> None:
+    """The statements of NeMo-RL's loss and GRPO that make its metrics, run as they stand, give the same numbers."""
+    torch: Any = pytest.importorskip("torch", reason="parity with NeMo-RL needs torch")
+    path = installed("nemo_rl", "algorithms/loss/loss_functions.py")
+    if path is None:
+        pytest.skip("parity with NeMo-RL needs a checkout of it on the path")
+    arrays, expected = _case(case)
+    generation, trainer, mask = (torch.tensor(array, dtype=torch.float64) for array in arrays)
+    folder = path.parents[1]
+    space: dict[str, Any] = {"torch": torch, "mask": mask, "global_valid_toks": mask.sum(), "Optional": Any}
+    for name in ("masked_mean", "calculate_kl"):
+        run_function(folder / "utils.py", name, space)
+    own = SimpleNamespace(reference_policy_kl_type="k3", sequence_level_importance_ratios=False)
+    ratio = torch.exp(trainer - generation)
+    space |= {"self": own, "generation_logprobs": generation, "prev_logprobs": trainer, "actor_importance_weights": ratio}
+    run_statements(path, "lp_error = torch.abs(generation_logprobs - prev_logprobs)", "gen_kl_error = masked_mean(", space)
+    run_block(path, lambda text: text.startswith("if self.sequence_level_importance_ratios:\n            sample_importance_ratio"), space)
+    run_statements(folder / "grpo.py", "denom = mask.sum(dim=-1)", "if valid_seq_mask.any():", space)
+    logged = {"token_mult_prob_error": "mult_prob_error", "sampling_importance_ratio": "sample_importance_ratio"}
+    theirs = {name: float(space[logged.get(name, name)]) for name in NEMO_RL}
+    assert theirs == pytest.approx({name: expected[name] for name in theirs}, rel=1e-8)
+
+
+@pytest.mark.parametrize("case", ["measured", "frozen"])
+def test_prime_rl_own_code(case: str) -> None:
+    """The statement of prime-rl's training loop that gathers its mismatch KL, run as it stands, gives the numbers that it logs."""
+    torch: Any = pytest.importorskip("torch", reason="parity with prime-rl needs torch")
+    path = installed("prime_rl", "trainer/rl/train.py")
+    if path is None:
+        pytest.skip("parity with prime-rl needs the src folder of a checkout of it on the path")
+    arrays, expected = _case(case)
+    rollout, trainer, mask = (torch.tensor(array, dtype=torch.float64).flatten() for array in arrays)
+    space = {"torch": torch, "Tensor": torch.Tensor, "has_mismatch_tokens": True, "mismatch_mask": mask.bool()}
+    run_function(path.with_name("loss.py"), "compute_importance_ratio_and_mismatch_kl", space)
+    space |= {"out": {"logprobs": trainer}, "inference_logprobs": rollout, "env_names": ["one"] * len(mask), "tensors": defaultdict(list)}
+    run_block(path, lambda text: text.startswith("if has_mismatch_tokens:") and "compute_importance_ratio" in text, space)
+    values = torch.cat(space["tensors"]["mismatch_kl/all"])
+    theirs = {"mismatch_kl/all/mean": float(values.mean()), "mismatch_kl/all/max": float(values.max())}
+    assert theirs == pytest.approx({name: expected[name] for name in theirs}, rel=1e-9)
 
 
 def test_trl_metrics() -> None:
@@ -123,16 +155,41 @@ def test_skyrl_metrics() -> None:
     assert {name: own.all_metrics[name] for name in names} == pytest.approx({name: ours[name] for name in names}, rel=1e-9)
 
 
-def test_slime_abs_diff() -> None:
-    """Slime's sum_of_sample_mean over its number of samples is the mean over sequences, where slime is installed."""
-    torch: Any = pytest.importorskip("torch", reason="parity with slime needs torch")
-    path = installed("slime", "backends/megatron_utils/cp_utils.py")
+@pytest.mark.parametrize("case", ["measured", "frozen"])
+@pytest.mark.parametrize("project", ["slime", "miles"])
+def test_slime_and_miles_own_code(project: str, case: str) -> None:
+    """The statement of slime's and miles' loss that compares the two sides, over the number of samples, gives the same numbers."""
+    torch: Any = pytest.importorskip("torch", reason=f"parity with {project} needs torch")
+    folder = {"slime": "backends/megatron_utils", "miles": "backends/training_utils"}[project]
+    path = installed(project, f"{folder}/loss.py")
     if path is None:
-        pytest.skip("parity with slime needs a checkout of slime on the path")
-    report, *arrays = measured()
+        pytest.skip(f"parity with {project} needs it, or a checkout of it on the path")
+    arrays, expected = _case(case)
     rollout, trainer, mask = (torch.tensor(array, dtype=torch.float64) for array in arrays)
     one_rank = SimpleNamespace(get_context_parallel_world_size=lambda: 1)
-    make = run_function(path, "get_sum_of_sample_mean", {"torch": torch, "mpu": one_rank})
+    space = {"torch": torch, "mpu": one_rank, "get_parallel_state": lambda: SimpleNamespace(cp=SimpleNamespace(size=1))}
+    make = run_function(path.with_name("cp_utils.py"), "get_sum_of_sample_mean", space)
+    if project == "miles":
+        run_function(path.parents[2] / "utils/ppo_utils.py", "compute_approx_kl", space)
     lengths = [rollout.shape[1]] * len(rollout)
-    theirs = make(lengths, lengths, list(mask))((trainer - rollout).abs().flatten()) / len(rollout)
-    assert report.aliased()["train_rollout_logprob_abs_diff"] == pytest.approx(float(theirs), rel=1e-9)
+    space |= {
+        "args": SimpleNamespace(use_rollout_logprobs=False), "batch": {"rollout_log_probs": list(rollout)},
+        "old_log_probs": trainer.flatten(), "train_scored_log_probs": trainer.flatten(), "active_tokens": mask.flatten().bool(),
+        "sum_of_sample_mean": make(lengths, lengths, list(mask)),
+    }  # fmt: skip
+    run_block(path, lambda text: text.startswith('if "rollout_log_probs" in batch') and "train_rollout_logprob_abs_diff =" in text, space)
+    names = ["train_rollout_logprob_abs_diff", *(["train_rollout_kl"] if project == "miles" else [])]
+    theirs = {name: float(space[name]) / len(rollout) for name in names}
+    # miles computes its KL in float32
+    assert theirs == pytest.approx({name: expected[name] for name in names}, rel=1e-6)
+
+
+def _case(name: str) -> tuple[tuple[FloatArray, FloatArray, FloatArray], dict[str, float]]:
+    """Rollout, trainer and mask ``(samples, tokens)`` of a case, and what is measured of it, by alias."""
+    if name == "measured":
+        report, *arrays = measured()
+        return (arrays[0], arrays[1], arrays[2]), report.aliased()
+    generation, trainer, mask = (np.array(array, dtype=float) for array in (FROZEN_GENERATION, FROZEN_TRAINER, FROZEN_MASK))
+    sequence = np.repeat(np.arange(len(mask)), mask.shape[1])
+    report = measure(generation.ravel(), trainer.ravel(), sequence_id=sequence, mask=mask.ravel(), resamples=100)
+    return (generation, trainer, mask), report.aliased()

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["installed", "run_block", "run_function"]
+__all__ = ["installed", "run_block", "run_function", "run_statements"]
 
 
 def installed(package: str, file: str) -> Path | None:
-    """The file of a package that is installed; ``None`` where it is not."""
+    """The file of a package that is installed, or whose checkout is on the import path; ``None`` where it is neither."""
     try:
         found = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -40,3 +40,17 @@ def run_block(path: Path, chosen: Callable[[str], bool], space: dict[str, Any]) 
     node = min(blocks, key=lambda node: (node.end_lineno or 0) - node.lineno)
     exec(compile(ast.Module([node], []), str(path), "exec"), space)  # noqa: S102 - their code, as it stands
     return space
+
+
+def run_statements(path: Path, first: str, last: str, space: dict[str, Any]) -> dict[str, Any]:
+    """The statements of one body from the one that begins with ``first`` to that with ``last``, run with ``space``, which is returned."""
+    text = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        begun = [ast.get_source_segment(text, one) or "" for one in body] if isinstance(body, list) else []
+        begin = next((i for i, one in enumerate(begun) if one.startswith(first)), None)
+        end = next((i for i, one in enumerate(begun) if begin is not None and i >= begin and one.startswith(last)), None)
+        if end is not None and isinstance(body, list):
+            exec(compile(ast.Module(body[begin : end + 1], []), str(path), "exec"), space)  # noqa: S102 - their code, as it stands
+            return space
+    raise LookupError(f"{path} has no statements from {first!r} to {last!r}")
