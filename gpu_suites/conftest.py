@@ -44,6 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CLAIM] = Claim.make()
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    """Which cards the session takes, and which it leaves alone and why."""
+    found, left = find_gpus(), config.stash[_CLAIM].left
+    if found.reason is not None:
+        return found.reason
+    taken = ", ".join(f"{gpu.index} ({gpu.name or 'unknown'})" for gpu in found.gpus if gpu.taken is None)
+    return "; ".join((f"GPUs: {taken or 'none that is free'}", *(f"left alone: {why}" for why in left)))
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Leave the environment as it was."""
     if _CLAIM in config.stash:
@@ -77,6 +86,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     asked = settings.trainer is not None and getattr(getattr(item, "callspec", None), "params", {}).get("trainer") == settings.trainer
     if found.gpus and need.gpus > there and not (asked and settings.require_gpu):
         pytest.skip(f"needs {need.gpus} GPUs, and this run counts on {there}")
+    if reason is None:  # CUDA counts from the first card that it was shown, whoever came to it since
+        reason = "; ".join(f"{gpu.taken}, and was free when this session began" for gpu in found.gpus[: need.gpus] if gpu.taken) or None
     if reason is None:
         return
     reason = "; ".join((reason, *left))
@@ -120,6 +131,8 @@ def rollproof_run(rollproof_gpus: GpuFindings, pytestconfig: pytest.Config) -> I
     folder = pytestconfig.stash[STATE].settings.gpu_report
     pytestconfig.stash[_TOLD] = True
     run = RunReport(described(rollproof_gpus), Path(folder) if folder else None, spending)
+    for why in pytestconfig.stash[_CLAIM].left:
+        run.note(f"{why}: left alone")
     yield run
     run.close()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -120,7 +120,34 @@ def test_a_busy_card_is_hidden_from_what_needs_one(run: Runner) -> None:
     outcomes, told = run((busy, Card()), "--rollproof-require-gpu")
     assert (1, 1) == (outcomes["passed"], outcomes.get("failed", 0) + outcomes.get("errors", 0))
     assert "needs 2 free GPUs, and 1 of 1 are; GPU 0 is busy (process 1, 41.0 GiB held); a GPU was required" in told
+    assert "GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: GPU 0 is busy (process 1, 41.0 GiB held)" in told
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_a_card_that_is_taken_meanwhile_is_not_used(run: Runner) -> None:
+    """Another session begins on the first of two free cards after this one did: CUDA would take that card for what needs one."""
+    late = Card(pids=_Arriving(begins=2))
+    outcomes, told = run((late, Card()), "--rollproof-require-gpu")
+    assert "GPUs: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)" in told
+    assert 2 == outcomes.get("failed", 0) + outcomes.get("errors", 0)
+    assert "GPU 0 is busy (process 1, 1.0 GiB held), and was free when this session began; a GPU was required" in told
+
+
+class _Arriving(Sequence[int]):
+    """Processes of a card: a stranger from the ``begins + 1``-th look at it on."""
+
+    def __init__(self, begins: int) -> None:
+        self._left = begins
+
+    def __iter__(self) -> Iterator[int]:
+        self._left -= 1
+        yield from () if self._left >= 0 else (STRANGER,)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        return STRANGER
 
 
 def test_a_session_of_several_processes_is_refused(pytester: pytest.Pytester) -> None:

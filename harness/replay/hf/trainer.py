@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -153,6 +154,7 @@ class HfTrainer:
         """Logprobs and recorded routes by request."""
         inputs = self.inputs = inputs.on(self.device)
         with ExitStack() as spies:
+            spies.enter_context(_one_graph() if self.setup.compiled else nullcontext())
             spies.enter_context(_spied(self.model, spy, inputs))
             other = self._other(step.model)
             if other is not None:
@@ -236,6 +238,14 @@ def loss_of(step: Step, logprobs: Mapping[str, FloatArray]) -> float:
 
 def _trained(step: Step) -> int:
     return sum(len(sample.response_ids) for sample in step.samples) or 1
+
+
+def _one_graph() -> AbstractContextManager[Any]:
+    """Inside, code that is compiled for any size is compiled once: by itself torch takes equal sizes for one, and a first batch as wide
+    as a head for the only width. The next width is other code, which later serves the first one too, and may sum it to other bits.
+    """
+    patch: Callable[..., AbstractContextManager[Any]] = importlib.import_module("torch.fx.experimental._config").patch
+    return patch(use_duck_shape=False)
 
 
 @contextmanager
