@@ -41,16 +41,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for text in MARKERS.values():
         config.addinivalue_line("markers", text)
-    config.stash[_CLAIM] = Claim.make()
+    config.stash[_CLAIM] = Claim() if config.option.collectonly else Claim.make()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     """Which cards the session takes, and which it leaves alone and why."""
-    found, left = find_gpus(), config.stash[_CLAIM].left
+    found, claim = find_gpus(), config.stash[_CLAIM]
     if found.reason is not None:
         return found.reason
-    taken = ", ".join(f"{gpu.index} ({gpu.name or 'unknown'})" for gpu in found.gpus if gpu.taken is None)
-    return "; ".join((f"GPUs: {taken or 'none that is free'}", *(f"left alone: {why}" for why in left)))
+    taken = ", ".join(f"{gpu.index} ({gpu.name or 'unknown'})" for gpu in found.gpus if gpu.taken is None and claim.refused is None)
+    return "; ".join((f"GPUs: {taken or 'none that is free'}", *(f"left alone: {why}" for why in claim.left)))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -76,21 +76,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip before any fixture: an engine that cannot run is not even started."""
-    settings, found, left = item.config.stash[STATE].settings, find_gpus(), item.config.stash[_CLAIM].left
+    settings, found, claim = item.config.stash[STATE].settings, find_gpus(), item.config.stash[_CLAIM]
     try:
         need = needs_of(item.iter_markers())
         reason = unmet(need, found)
     except UsageError as error:
         pytest.fail(f"{item.nodeid}: {error}", pytrace=False)
-    there = settings.gpus or len(found.gpus) + len(left)
+    there = settings.gpus or len(found.gpus) + claim.hidden
     asked = settings.trainer is not None and getattr(getattr(item, "callspec", None), "params", {}).get("trainer") == settings.trainer
     if found.gpus and need.gpus > there and not (asked and settings.require_gpu):
         pytest.skip(f"needs {need.gpus} GPUs, and this run counts on {there}")
-    if reason is None:  # CUDA counts from the first card that it was shown, whoever came to it since
-        reason = "; ".join(f"{gpu.taken}, and was free when this session began" for gpu in found.gpus[: need.gpus] if gpu.taken) or None
-    if reason is None:
+    if reason is not None:
+        reason = "; ".join((reason, *claim.left))
+    elif (reason := claim.refused) is None:  # CUDA counts from the first card that it was shown, whoever came to it since
+        reason = "; ".join(f"{gpu.taken}, and was free when this session began" for gpu in found.gpus[: need.gpus] if gpu.taken)
+    if not reason:
         return
-    reason = "; ".join((reason, *left))
     if settings.require_gpu:
         pytest.fail(f"{reason}; a GPU was required (--rollproof-require-gpu)", pytrace=False)
     pytest.skip(reason)

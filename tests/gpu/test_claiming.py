@@ -1,10 +1,13 @@
-"""A session takes the cards that are free, whatever their numbers, and leaves the environment as it was."""
+"""A session takes the cards that are free, whatever their numbers, which no other then takes, and leaves the environment as it was."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +70,56 @@ def test_nothing_is_hidden_where_nothing_is_to_choose(
     assert visible == os.environ.get("CUDA_VISIBLE_DEVICES")
     claim.release()
     assert visible == os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+TWO = [Card(), Card()]
+
+
+def test_what_one_session_claimed_another_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything of the first is on a card; once it has ended, or died, the cards are free again."""
+    first = claimed(monkeypatch, TWO, "0")
+    second = claimed(monkeypatch, TWO, None)
+    assert (f"GPU 0 is claimed by another session of these suites (process {os.getpid()})",) == second.left
+    assert ("1", 1, None) == (os.environ["CUDA_VISIBLE_DEVICES"], second.hidden, second.refused)
+    third = claimed(monkeypatch, TWO, None)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert third.refused is not None
+    assert 2 == third.refused.count("is claimed by another session")
+    assert () == claimed(monkeypatch, TWO, None, share=True).left
+    for claim in (third, second, first):
+        claim.release()
+    again = claimed(monkeypatch, TWO, None)
+    assert ((), 0) == (again.left, again.hidden)
+    again.release()
+
+
+def test_a_session_that_died_claims_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system lets go of what it held; the file that it leaves is no claim."""
+    claimed(monkeypatch, [Card()], None).release()
+    (path,) = Path(tempfile.gettempdir()).glob("rollproof-GPU-0abc.lock")
+    held = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", held, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert b"held\n" == other.stdout.readline()
+        assert claimed(monkeypatch, [Card()], None).refused is not None
+        other.kill()
+    assert claimed(monkeypatch, [Card()], None).refused is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write every file")
+def test_another_users_claim_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file cannot be written, and is locked all the same."""
+    first = claimed(monkeypatch, [Card()], None)
+    (path,) = Path(tempfile.gettempdir()).glob("rollproof-*.lock")
+    path.chmod(0o444)
+    assert claimed(monkeypatch, [Card()], None).refused is not None
+    first.release()
+    assert claimed(monkeypatch, [Card()], None).refused is None
+
+
+def test_where_no_file_can_be_made_cards_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A claim is a courtesy: a host without a folder for it can still be used."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    for _ in range(2):
+        claim = claimed(monkeypatch, [Card()], None)
+        assert ((), ()) == (claim.left, claim.locks)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 
 import rollproof.gpu_suites.conftest  # noqa: F401 - numpy cannot be loaded anew in each inner session
+from rollproof.gpu_suites.claiming import Claim
 from tests.support.fake_nvml import GIB, Card, fake_nvml
 
 Runner: TypeAlias = "Callable[..., tuple[dict[str, int], str]]"
@@ -131,6 +132,24 @@ def test_a_card_that_is_taken_meanwhile_is_not_used(run: Runner) -> None:
     assert "GPUs: 0 (NVIDIA H100 80GB HBM3), 1 (NVIDIA H100 80GB HBM3)" in told
     assert 2 == outcomes.get("failed", 0) + outcomes.get("errors", 0)
     assert "GPU 0 is busy (process 1, 1.0 GiB held), and was free when this session began; a GPU was required" in told
+
+
+def test_a_card_that_another_session_claimed_is_not_used(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing is on it yet; where there is no other card, nothing is run, in one line."""
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(Card(), Card()))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    other = Claim.make()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    outcomes, told = run((Card(), Card()))
+    assert {"passed": 1, "skipped": 1, "deselected": 2} == outcomes
+    told_of = f"GPU 0 is claimed by another session of these suites (process {os.getpid()})"
+    assert f"GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: {told_of}" in told
+    outcomes, told = run((Card(),), "--rollproof-require-gpu")
+    assert 1 == outcomes.get("failed", 0) + outcomes.get("errors", 0)
+    assert f"{told_of}; a GPU was required" in told
+    other.release()
+    outcomes, _ = run((Card(), Card()), "--rollproof-require-gpu")
+    assert {"passed": 2, "deselected": 2} == outcomes
 
 
 class _Arriving(Sequence[int]):
