@@ -24,7 +24,7 @@ from rollproof.fakes.failures import ServerDied
 from rollproof.fakes.faults import Schedule, Shot, perform
 from rollproof.fakes.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.ray_face import RayHandle
-from rollproof.records import Version
+from rollproof.records import FinishReason, Version
 from rollproof.telling import told
 from rollproof.trace import Fault, Observation, PauseMode, Recorder, Result, Submit, Update, UpdatePhase, Weights
 
@@ -279,7 +279,7 @@ class Fleet:
             return rid or ""
         fitting = [request for request in self.case.requests if prompt_ids[: len(request.prompt_ids)] == request.prompt_ids]
         if current is not None and (not fitting or any(request.request_id == current for request in fitting)):
-            return current
+            return self._beginning(current, prompt_ids) or current
         # a worker that serves several rollouts runs in the context of the one that started it: there the prompt decides
         if not fitting:
             return ""
@@ -287,10 +287,26 @@ class Fleet:
         twins = [request.request_id for request in fitting if len(request.prompt_ids) == longest]
         return min(twins, key=lambda twin: self._unlikely(twin, prompt_ids))
 
-    def _unlikely(self, request_id: str, prompt_ids: tuple[int, ...]) -> tuple[bool, bool, bool, bool, int]:
+    def _beginning(self, current: str, prompt_ids: tuple[int, ...]) -> str | None:
+        """The twin of ``current`` whose first call this is, where it cannot be ``current``'s next."""
+        if not self._ended_by_engine(current, prompt_ids):
+            return None
+        asked = {event.request.request_id: event.request.prompt_ids for event in self.recorder.events if isinstance(event, Submit)}
+        ended = {event.request_id for event in self.recorder.events if isinstance(event, Result)}
+        fresh = [twin for twin, prompt in asked.items() if prompt == asked.get(current) == prompt_ids and twin not in self.schedule.latest]
+        return next((twin for twin in fresh if twin not in ended), None)
+
+    def _ended_by_engine(self, request_id: str, prompt_ids: tuple[int, ...]) -> bool:
+        """Whether an engine ended the request's last call by itself, and a call with these ids would begin anew."""
+        last = self.schedule.latest.get(request_id)
+        ended = last is not None and last.ended is not None and last.ended[0] is not FinishReason.ABORT
+        return ended and last is not None and len(prompt_ids) < len(last.ids)
+
+    def _unlikely(self, request_id: str, prompt_ids: tuple[int, ...]) -> tuple[bool, bool, bool, bool, bool, int]:
         """Of requests that share a prompt: what speaks against one, the strongest first.
 
-        That it has ended; that it was not submitted yet; that it has a call out already; that what the call adds to its last one is
+        That it has ended; that it was not submitted yet; that it has a call out already; that an engine ended its last one and this one
+        begins anew; that what the call adds to its last one is
         not what its environment said since; and how many tokens the call adds to its last one, or leaves out.
         """
         events = [event for event in self.recorder.events if getattr(event, "request_id", None) == request_id]
@@ -298,12 +314,13 @@ class Fleet:
         early = not any(isinstance(event, Submit) and event.request.request_id == request_id for event in self.recorder.events)
         last = self.schedule.latest.get(request_id)
         if last is None:
-            return (ended, early, False, False, len(prompt_ids))
+            return (ended, early, False, False, False, len(prompt_ids))
         shorter = min(len(last.ids), len(prompt_ids))
         same = next((i for i, (a, b) in enumerate(zip(last.ids, prompt_ids, strict=False)) if a != b), shorter)
         said = next((event.token_ids for event in reversed(events) if isinstance(event, Observation)), ())
         apart = len(prompt_ids) + len(last.ids) - 2 * same
-        return (ended, early, not last.future.done(), prompt_ids[same:] not in ((), said), apart)
+        over = self._ended_by_engine(request_id, prompt_ids)
+        return (ended, early, not last.future.done(), over, prompt_ids[same:] not in ((), said), apart)
 
 
 async def _each(deeds: Iterable[Coroutine[Any, Any, None]]) -> None:

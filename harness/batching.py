@@ -24,6 +24,7 @@ from rollproof.report import Canary, Report
 from rollproof.subjects import SubjectFactory
 from rollproof.telling import told
 from rollproof.trace import Batch, Header, Recorder, Trace
+from rollproof.watchdog import STUCK, GivenUp, Watchdog, limit
 
 __all__ = ["judge_batches", "record_batches"]
 
@@ -76,7 +77,9 @@ def record_batches(factory: SubjectFactory, *, name: str | None = None, seed: in
     contract = _make(factory, label).contract
     recorder = Recorder(lambda: 0.0)
     for case in batch_cases(contract, seed) if cases is None else cases:
-        recorder.record(_convert(_make(factory, label), case, label))
+        event = recorder.record(_convert(_make(factory, label), case, label))
+        if (event.refused or "").startswith(STUCK):  # so would the others, for minutes each
+            break
     return recorder.trace(Header(subject=label, contract=contract, seed=seed, profile="batches", about="batches"))
 
 
@@ -100,10 +103,14 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     """Hand one case to the stack. What its conversion raises is a refusal, to be judged."""
     given = [_copy(sample) for sample in case.samples]
     event = Batch(name=case.name, samples=case.samples, defect=case.defect, defective=case.defective)
+    watchdog = Watchdog(lambda: 0, limit())
     try:
-        batch = _settled(subject.collate(given))
+        with watchdog:
+            batch = _settled(subject.collate(given))
     except RollproofError:
         raise
+    except GivenUp:
+        return replace(event, refused=watchdog.told)
     except Exception as error:  # noqa: BLE001 - a refusal is an outcome
         return replace(event, refused=told(error), changed=_changed(case.samples, given))
     try:

@@ -1,7 +1,8 @@
 """Blame: whose doing an exception is that comes out of a subject's code.
 
 What a subject raises is an outcome, whatever its class: also ``CancelledError``, ``GeneratorExit`` and what is no ``Exception``.
-Only these go through: the user's Ctrl-C, rollproof's own errors, and the cancellation of what is left when a run is over.
+Only these go through: the user's Ctrl-C, rollproof's own errors, the end of a step that never ended, and the cancellation of what is
+left when a run is over.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import inspect
 
 from rollproof.errors import RollproofError, SubjectError
 from rollproof.telling import told
+from rollproof.watchdog import GivenUp
 
 __all__ = ["blame", "pass_on"]
 
@@ -31,7 +33,7 @@ def pass_on(error: BaseException) -> None:
     if isinstance(error, BaseExceptionGroup):
         for part in error.exceptions:
             pass_on(part)
-    elif isinstance(error, KeyboardInterrupt | RollproofError) or (isinstance(error, asyncio.CancelledError) and _run_is_over()):
+    elif isinstance(error, KeyboardInterrupt | GivenUp | RollproofError) or (isinstance(error, asyncio.CancelledError) and _run_is_over()):
         raise error
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -35,12 +35,17 @@ from rollproof.store.values import show
 from rollproof.subjects import SubjectFactory
 from rollproof.telling import told
 from rollproof.trace import Event, PauseMode, Result, Trace
+from rollproof.watchdog import STUCK
+from rollproof.ways import Ledger, Ways
 from rollproof.witnesses import drop_witnesses, write_witness
 
 __all__ = ["Campaign", "cases_for", "merge_reports", "run_conformance"]
 
 _HANGS = 10
 """Rollouts that hang alike before a campaign stops; one that polls ten times a second costs a second of real time and more."""
+_STUCK = 2
+"""Cases with a step that never ends before a campaign stops, and shrinks nothing: each costs minutes."""
+_OTHERS = "What the other cases would have shown is not known"
 _TRIES = 150
 """Cases that shrinking one fault may run."""
 _SLOW_TRIES = 15
@@ -58,6 +63,7 @@ def run_conformance(
     flavours: Iterable[str] | None = None,
     cases: Iterable[Case] | None = None,
     expected: Mapping[str, str] | None = None,
+    ways: Ways | None = None,
     progress: Callable[[Progress], None] | None = None,
     witness_dir: str | Path | None = None,
     keep_witnesses: Iterable[str] = (),
@@ -68,7 +74,8 @@ def run_conformance(
 
     ``only`` selects checks by id or family, ``checks`` adds some of your own, ``flavours`` restricts the engine flavours (default: all
     whose conventions fit the subject's contract), ``cases`` replaces the profile's schedules. ``expected`` maps ids of
-    checks that are known to fail to the reason: they run without shrinking. Counterexamples go to ``witness_dir``;
+    checks that are known to fail to the reason: they run without shrinking. ``ways`` says of some of them what they are known to
+    find: one that finds anything else fails otherwise than expected, and that is shrunk. Counterexamples go to ``witness_dir``;
     those of an earlier run whose checks now pass are deleted, but for the checks of ``keep_witnesses``.
     Raises ``UsageError`` for an argument of a wrong kind, an unknown profile, check or flavour, and a ``witness_dir`` that cannot be
     written to; ``SubjectError`` for a subject that cannot be run; and ``Interrupted``, with the report so far, where Ctrl-C ends it.
@@ -87,6 +94,7 @@ def run_conformance(
         profile=profile,
         registry=registry.select(chosen) if chosen else registry,
         expected=as_expected(expected, registry),
+        ledger=Ledger(ways or {}),
         witness_dir=folder,
         recipe=as_recipe(recipe),
     )
@@ -157,15 +165,18 @@ class Campaign:
     profile: str
     registry: Registry
     expected: dict[str, str] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=lambda: Ledger({}))
     witness_dir: Path | None = None
     recipe: Mapping[str, Any] | None = None
     tally: Tally = field(init=False)
     exercised: Counter[str] = field(default_factory=Counter)
     failing: dict[str, Case] = field(default_factory=dict)
+    failing_otherwise: dict[str, Case] = field(default_factory=dict)
     clean: list[Trace] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     hangs: Counter[str] = field(default_factory=Counter)
     slow: set[str] = field(default_factory=set)
+    stuck: list[tuple[Case, Trace]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tally = Tally(self.registry)
@@ -176,11 +187,14 @@ class Campaign:
             if progress is not None:
                 progress(Progress(done=number, total=len(cases), what=f"{self.name} on {case.flavour}"))
             self.run(case)
+            if len(self.stuck) >= _STUCK and number + 1 < len(cases):
+                why = next(error for event in self.stuck[-1][1].events if (error := _stuck(event)) is not None)
+                self.notes.append(f"stopped after {number + 1} of {len(cases)} cases, in {_STUCK} of which {why}. {_OTHERS}")
+                return
             place, times = max(self.hangs.items(), key=lambda hang: hang[1], default=("", 0))
             if times >= _HANGS and self.failing and number + 1 < len(cases):
                 self.notes.append(
-                    f"stopped after {number + 1} of {len(cases)} cases: {times} rollouts hung alike, awaiting {place}. What the other "
-                    "cases would have shown is not known"
+                    f"stopped after {number + 1} of {len(cases)} cases: {times} rollouts hung alike, awaiting {place}. {_OTHERS}"
                 )
                 return
 
@@ -202,19 +216,23 @@ class Campaign:
     def run(self, case: Case) -> None:
         """Run and judge one case."""
         trace = self._trace(case)
-        before = self.tally.counts()
-        scenarios = Scenarios()
-        for event in trace.events:
-            scenarios.event(event)
+        before = self.tally.kinds()
+        situations = _situations(trace)
         judge_events(trace.header, trace.events, self.tally)
-        self.exercised.update(scenarios.counts)
-        failed = [check_id for check_id, found in self.tally.counts().items() if found > before.get(check_id, 0)]
+        self.exercised.update(situations)
+        failed = {
+            check_id: {kind: count - known.get(kind, 0) for kind, count in kinds.items() if count > known.get(kind, 0)}
+            for check_id, kinds in self.tally.kinds().items()
+            if kinds != (known := before.get(check_id, {}))
+        }
         hung = [place for event in trace.events if (place := _slow_hang(event)) is not None]
         self.hangs.update(hung)
-        for check_id in failed:
+        for check_id, kinds in failed.items():
             if check_id not in self.failing and hung:
                 self.slow.add(check_id)
             self.failing.setdefault(check_id, case)
+            if not self.ledger.take(check_id, kinds, situations):
+                self.failing_otherwise.setdefault(check_id, case)
         if not failed:
             self._keep(trace)
 
@@ -223,7 +241,8 @@ class Campaign:
         judgement = self.tally.judgement()
         results = []
         for result in judgement.results:
-            if result.verdict is Verdict.FAIL and result.id not in self.expected:
+            result = self.ledger.settled(result)
+            if result.verdict is Verdict.FAIL and (result.otherwise or result.id not in self.expected):
                 if progress is not None:
                     progress(Progress(done=0, total=0, what=f"shrinking {result.id}"))
                 result = self._shrunk(result)
@@ -233,19 +252,30 @@ class Campaign:
     def _shrunk(self, result: CheckResult) -> CheckResult:
         alone = Registry([result.check])
 
-        def findings(case: Case) -> tuple[Trace, Tally]:
-            trace = self._trace(case)
+        def judged(trace: Trace) -> Tally:
             tally = Tally(alone)
             judge_events(trace.header, trace.events, tally)
-            return trace, tally
+            return tally
+
+        def strange(trace: Trace, tally: Tally) -> Collection[str]:
+            kinds = tally.kinds().get(result.id, {})
+            return self.ledger.strange(result.id, kinds, _situations(trace)) if result.otherwise else kinds
 
         def fails(case: Case) -> bool:
-            trace, tally = findings(case)
-            return bool(tally.found()) and declares(trace.header.contract, case.model)
+            if len(self.stuck) >= _STUCK:
+                return False
+            trace = self._trace(case)
+            tally = judged(trace)
+            return bool(strange(trace, tally)) and declares(trace.header.contract, case.model)
 
-        case = shrink(self.failing[result.id], fails, tries=_SLOW_TRIES if result.id in self.slow else _TRIES)
-        trace, tally = findings(case)
-        shown = tally.judgement()[result.id].findings
+        first = (self.failing_otherwise if result.otherwise else self.failing)[result.id]
+        known = next((trace for case, trace in self.stuck if case is first), None)
+        if known is None:
+            case = shrink(first, fails, tries=_SLOW_TRIES if result.id in self.slow else _TRIES)
+            known = self._trace(case)
+        trace, tally = known, judged(known)
+        kinds = strange(trace, tally)
+        shown = [finding for finding in tally.judgement()[result.id].findings if finding.kind in kinds]
         witness = self._write(result.id, trace)
         return replace(result, findings=tuple(replace(finding, witness=witness) for finding in shown))
 
@@ -265,7 +295,10 @@ class Campaign:
         return str(kept)
 
     def _trace(self, case: Case) -> Trace:
-        return run_case(self.factory, case, name=self.name, profile=self.profile, recipe=self.recipe)
+        trace = run_case(self.factory, case, name=self.name, profile=self.profile, recipe=self.recipe)
+        if any(_stuck(event) is not None for event in trace.events):
+            self.stuck.append((case, trace))
+        return trace
 
     def _keep(self, trace: Trace) -> None:
         """Keep the clean trace in which most happened: the canary needs something to plant its fault in."""
@@ -274,11 +307,26 @@ class Campaign:
             del self.clean[:-4]
 
 
+def _situations(trace: Trace) -> Mapping[str, int]:
+    """How often each situation arose in a trace."""
+    scenarios = Scenarios()
+    for event in trace.events:
+        scenarios.event(event)
+    return scenarios.counts
+
+
 def _slow_hang(event: Event) -> str | None:
     """What a rollout awaited that hung, where that took the clock long to find out; ``None`` for any other event."""
-    if not isinstance(event, Result) or not event.hung or event.error is None or event.error.startswith(DEADLOCK):
+    if not isinstance(event, Result) or not event.hung or event.error is None or event.error.startswith((DEADLOCK, STUCK)):
         return None
     return event.error.rpartition(" awaits ")[2]
+
+
+def _stuck(event: Event) -> str | None:
+    """Why a rollout hung through a step that never ended; ``None`` for any other event."""
+    if not isinstance(event, Result) or not event.hung or event.error is None or not event.error.startswith(STUCK):
+        return None
+    return event.error
 
 
 def _name(factory: SubjectFactory) -> str:
@@ -300,11 +348,17 @@ def merge_reports(subject: str, reports: Iterable[Report]) -> Report:
         results=tuple(_merged([report.results[i] for report in reports]) for i in range(len(reports[0].results))),
         exercised=dict(exercised),
         canary=_weakest([report.canary for report in reports if report.canary is not None]),
-        expected={check_id: reason for report in reports for check_id, reason in report.expected.items()},
+        expected=_expected_by_all(reports),
         cases=sum(report.cases for report in reports),
         seconds=sum(report.seconds for report in reports),
         notes=tuple(note for report in reports for note in report.notes),
     )
+
+
+def _expected_by_all(reports: list[Report]) -> dict[str, str]:
+    """The expected failures, but for those of checks that fail unexpectedly elsewhere."""
+    unexpected = {result.id for report in reports for result in report.failed}
+    return {check: reason for report in reports for check, reason in report.expected.items() if check not in unexpected}
 
 
 _ORDER = (Verdict.FAIL, Verdict.PASS, Verdict.UNKNOWN, Verdict.NOT_APPLICABLE)
@@ -323,7 +377,17 @@ def _merged(results: list[CheckResult]) -> CheckResult:
         exercised=dict(exercised),
         findings=tuple(finding for result in results for finding in result.findings)[:8],
         found=sum(result.found for result in results),
+        kinds=_added(result.kinds for result in results),
+        known=tuple(dict.fromkeys(reason for result in results for reason in result.known)),
+        otherwise=_added(result.otherwise for result in results),
     )
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(total)
 
 
 def _weakest(canaries: list[Canary]) -> Canary | None:

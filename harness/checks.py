@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 
+_KINDS = 64
+"""Kinds of findings that are counted apart; a check has a handful."""
+
+
 class Verdict(StrEnum):
     """Outcome of one check over one or many traces."""
 
@@ -55,7 +59,9 @@ class Finding:
     """One fault: what was expected, what was observed, where, what it usually means.
 
     ``where`` names the place with keys among ``request``, ``call``, ``segment``, ``position``, ``layer``, ``version``,
-    ``server``, ``index``. ``witness`` is the path of the counterexample that shows it, filled in by the door.
+    ``server``, ``index``. ``kind`` says the same as ``title`` without what differs from place to place and from run to run: by it a
+    known fault is told from another one of the same check. ``witness`` is the path of the counterexample that shows it, filled in by
+    the door.
     """
 
     check_id: str
@@ -64,6 +70,7 @@ class Finding:
     observed: str
     where: Mapping[str, Scalar] = field(default_factory=dict)
     hint: str = ""
+    kind: str = ""
     witness: str | None = None
 
 
@@ -161,12 +168,12 @@ def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Collector:
-    """Takes what one check says. Keeps the first ``keep`` findings in full and counts the others.
+    """Takes what one check says. Keeps the first ``keep`` findings and the first of each kind in full, and counts the others.
 
     ``excused`` counts the traces that the check called inapplicable, by reason, ``judged`` the other ones.
     """
 
-    __slots__ = ("_excuse", "_keep", "check", "counters", "crash", "excused", "findings", "found", "judged", "reasons")
+    __slots__ = ("_excuse", "_keep", "check", "counters", "crash", "excused", "findings", "found", "judged", "kinds", "reasons")
 
     def __init__(self, check: Check, keep: int = 8) -> None:
         self.check: Check = check
@@ -174,6 +181,7 @@ class Collector:
         self.counters: dict[str, int] = {}
         self.findings: list[Finding] = []
         self.found: int = 0
+        self.kinds: dict[str, int] = {}
         self.reasons: dict[str, int] = {}
         self.crash: str | None = None
         self.excused: dict[str, int] = {}
@@ -190,12 +198,28 @@ class Collector:
         elif times:
             self.counters[counter] = times
 
-    def finding(self, title: str, *, expected: str, observed: str, where: Mapping[str, Scalar] | None = None, hint: str = "") -> None:
-        """Report a fault. A finding also counts as exercise: a check that fails has been put to the test."""
+    def finding(
+        self,
+        title: str,
+        *,
+        expected: str,
+        observed: str,
+        where: Mapping[str, Scalar] | None = None,
+        hint: str = "",
+        kind: str | None = None,
+    ) -> None:
+        """Report a fault. A finding also counts as exercise: a check that fails has been put to the test.
+
+        ``kind`` is for a title that holds counts or names; where it is left out, the title says the same of every such fault.
+        """
+        kind = title if kind is None else kind
         self.found += 1
-        if len(self.findings) < self._keep:
+        if kind in self.kinds or len(self.kinds) < _KINDS:
+            self.kinds[kind] = self.kinds.get(kind, 0) + 1
+        if len(self.findings) < self._keep or self.kinds.get(kind) == 1:
+            place = dict(where or {})
             self.findings.append(
-                Finding(check_id=self.check.id, title=title, expected=expected, observed=observed, where=dict(where or {}), hint=hint)
+                Finding(check_id=self.check.id, title=title, expected=expected, observed=observed, where=place, hint=hint, kind=kind)
             )
 
     def absent(self, reason: str) -> None:
@@ -226,8 +250,14 @@ class Collector:
         """Add what another collector of the same check took."""
         for counter, times in other.counters.items():
             self.counters[counter] = self.counters.get(counter, 0) + times
-        self.findings.extend(other.findings[: max(0, self._keep - len(self.findings))])
+        for finding in other.findings:
+            new = len(self.findings) < _KINDS and all(finding.kind != kept.kind for kept in self.findings)
+            if len(self.findings) < self._keep or new:
+                self.findings.append(finding)
         self.found += other.found
+        for kind, times in other.kinds.items():
+            if kind in self.kinds or len(self.kinds) < _KINDS:
+                self.kinds[kind] = self.kinds.get(kind, 0) + times
         for reason, times in other.reasons.items():
             self.reasons[reason] = self.reasons.get(reason, 0) + times
         for reason, times in other.excused.items():
@@ -249,13 +279,23 @@ class Collector:
             silent = f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
             verdict, reason = Verdict.UNKNOWN, max(self.reasons, key=self.reasons.__getitem__, default=silent)
         return CheckResult(
-            check=self.check, verdict=verdict, reason=reason, exercised=dict(self.counters), findings=tuple(self.findings), found=self.found
+            check=self.check,
+            verdict=verdict,
+            reason=reason,
+            exercised=dict(self.counters),
+            findings=tuple(self.findings),
+            found=self.found,
+            kinds=dict(self.kinds),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """Verdict of one check, with its reason, what it was exercised by, and the findings (``found`` counts all of them)."""
+    """Verdict of one check, with its reason, what it was exercised by, and the findings.
+
+    ``found`` counts all of them, ``kinds`` those of each kind. Of a check that is known to fail, ``known`` are the reasons for which
+    it did, and ``otherwise`` counts the findings that none of them explains, by kind.
+    """
 
     check: Check
     verdict: Verdict
@@ -263,6 +303,9 @@ class CheckResult:
     exercised: Mapping[str, int] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     found: int = 0
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    known: tuple[str, ...] = ()
+    otherwise: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def id(self) -> str:

@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 
 from rollproof.errors import SubjectError
 from rollproof.network import Network
+from rollproof.watchdog import GivenUp, Watchdog
 
-__all__ = ["DEADLOCK", "Stalled", "VirtualLoop", "describe_wait", "guarded", "run"]
+__all__ = ["DEADLOCK", "Stalled", "Stuck", "VirtualLoop", "describe_wait", "guarded", "run"]
 
 _T = TypeVar("_T")
 _SPIN_LIMIT = 20_000
@@ -36,10 +37,15 @@ class Stalled(RuntimeError):
     """Nothing can happen any more: no callback is ready and no timer is set, or callbacks spin without time passing."""
 
 
+class Stuck(Stalled):
+    """A step of the loop never ended, and was given up after much real time."""
+
+
 class VirtualLoop(base_events.BaseEventLoop):
     """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer.
 
-    ``ending`` is set while tasks that are left over are cancelled. ``network`` is there where servers listen in memory: then clients
+    ``ending`` is set while tasks that are left over are cancelled. ``turns`` counts the rounds of callbacks, for ``watchdog``, who
+    ends one that takes far too long in real time. ``network`` is there where servers listen in memory: then clients
     connect to those, and to nothing else.
     """
 
@@ -54,6 +60,8 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._jumps_left = math.inf if jumps is None else jumps
         self._clock_resolution = 1e-9
         self.ending: bool = False
+        self.turns: int = 0
+        self.watchdog: Watchdog | None = None
         self.network: Network | None = None
 
     def bound(self, jumps: int) -> None:
@@ -97,6 +105,9 @@ class VirtualLoop(base_events.BaseEventLoop):
     def _run_once(self) -> None:
         """One round: let time pass where nothing is ready, then run what is. The supertype's, without sockets and debugging."""
         ready, scheduled = self._ready, self._scheduled
+        self.turns += 1
+        if self.watchdog is not None and self.watchdog.told is not None and not self.ending:
+            raise Stuck(self.watchdog.told)
         while scheduled and scheduled[0]._cancelled:
             heappop(scheduled)
         if ready or self._stopping:
@@ -238,11 +249,12 @@ def guarded() -> Iterator[None]:
             delattr(socket.socket, name)  # the C method of the base class shows through again
 
 
-def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None) -> _T:
+def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None, *, seconds: float = 0.0) -> _T:
     """Run ``main()`` on a fresh virtual loop and return its result; tasks that are left over are cancelled.
 
-    ``jumps`` bounds how often time may pass (``None``: no bound).
-    Raises ``Stalled`` where ``main`` itself can never end, and ``SubjectError`` where somebody stops the loop before.
+    ``jumps`` bounds how often time may pass (``None``: no bound), ``seconds`` how much processor time one step may take (0: no bound).
+    Raises ``Stalled`` where ``main`` itself can never end, ``Stuck`` where a step does not, and ``SubjectError`` where somebody stops
+    the loop before.
     """
     try:
         asyncio.get_running_loop()
@@ -252,18 +264,25 @@ def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None) -
         raise SubjectError("rollproof brings its own event loop: call it from sync code, not from inside a running loop.")
     loop = VirtualLoop(jumps)
     task = loop.create_task(main())
-    try:
-        asyncio.set_event_loop(loop)
-        with guarded():
-            return loop.run_until_complete(task)
-    except RuntimeError as error:
-        if isinstance(error, Stalled) or task.done():
-            raise
-        raise SubjectError(_STOP_ADVICE) from error
-    finally:
-        _cancel_all(loop)
-        asyncio.set_event_loop(None)
-        loop.close()
+    with Watchdog(lambda: loop.turns, seconds) as loop.watchdog:
+        try:
+            asyncio.set_event_loop(loop)
+            with guarded():
+                return loop.run_until_complete(task)
+        except GivenUp:
+            if loop.watchdog.told is None:  # whoever called this was given up
+                raise
+            raise Stuck(loop.watchdog.told) from None
+        except RuntimeError as error:
+            if isinstance(error, Stalled) or task.done():
+                raise
+            raise SubjectError(_STOP_ADVICE) from error
+        finally:
+            _cancel_all(loop)
+            if task.done() and not task.cancelled():
+                task.exception()  # known by now, also where the loop ended before
+            asyncio.set_event_loop(None)
+            loop.close()
 
 
 def _cancel_all(loop: VirtualLoop) -> None:
@@ -276,7 +295,7 @@ def _cancel_all(loop: VirtualLoop) -> None:
         loop.set_exception_handler(lambda _loop, _context: None)
         try:
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        except Stalled:
+        except (Stalled, GivenUp):
             return  # a task that ignores its cancellation: the loop is closed over it
 
 

@@ -117,6 +117,8 @@ def check_lines(check: Mapping[str, Any], *, findings: int = 3) -> Iterator[Line
     """One check: verdict, id, reason; then its first ``findings`` findings (0: only how many there are)."""
     word, style = _VERDICTS[check["verdict"]]
     told = "" if check["verdict"] == "pass" or (check["verdict"] == "fail" and findings) else check["reason"]
+    if check.get("otherwise"):
+        told = "otherwise than it is known to fail" + (f" ({'; '.join(check['known'])})" if check["known"] else "")
     times = sum(check["exercised"].values())
     put = f" (put to the test {times:,} times)" if check["verdict"] == "pass" else ""
     yield style, wrapped(f"  {word}  {check['id']}{put}{': ' + told if told else ''}", "      ")

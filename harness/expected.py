@@ -7,9 +7,12 @@ file cannot outlive the faults that it excuses. Format::
     check = "routes.position"
     reason = "routes are concatenated on resume"
     issue = "verl#6029"          # optional
+    shows = ["too many route rows"]  # optional: the kinds of its findings, as `kinds` of the JSON report has them
     since = 2026-11-28           # optional
     expires = 2027-03-01         # optional: from that day on the entry is an error
     subject = "MyStack"          # optional: only this subject; without it, every subject that is judged
+
+With ``shows``, a check that finds something of another kind fails all the same: a second fault of the same check is not excused.
 """
 
 from __future__ import annotations
@@ -20,27 +23,32 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from rollproof.checks import default_registry
 from rollproof.errors import ExpectationError
 from rollproof.files import write_atomically
+from rollproof.ways import Way
 
 __all__ = ["Expectation", "ExpectedFailures", "Outcome"]
 
-_KEYS = ("check", "reason", "issue", "since", "expires", "subject")
+_KEYS = ("check", "reason", "issue", "shows", "since", "expires", "subject")
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*expected[ \t]*\]\]", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expectation:
-    """One entry: the check ``check`` is known to fail (for ``subject``, or for all), because of ``reason``."""
+    """One entry: the check ``check`` is known to fail (for ``subject``, or for all), because of ``reason``.
+
+    ``shows`` are the kinds of its findings; where it is empty, whatever the check finds is taken for the known fault.
+    """
 
     check: str
     reason: str
     issue: str | None = None
+    shows: tuple[str, ...] = ()
     since: dt.date | None = None
     expires: dt.date | None = None
     subject: str | None = None
@@ -57,11 +65,16 @@ class Expectation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a run made of one subject: check id to verdict (in the words of the JSON report), and the title of its first finding."""
+    """What a run made of one subject: check id to verdict (in the words of the JSON report), and the title of its first finding.
+
+    ``known`` are the reasons of known failures that the check showed, ``otherwise`` counts its findings of kinds that none explains.
+    """
 
     subject: str
     verdicts: Mapping[str, str]
-    titles: Mapping[str, str]
+    titles: Mapping[str, str] = field(default_factory=dict)
+    known: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    otherwise: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any]) -> Self:
@@ -70,6 +83,8 @@ class Outcome:
             subject=report["subject"],
             verdicts={check["id"]: check["verdict"] for check in report["checks"]},
             titles={check["id"]: check["findings"][0]["title"] for check in report["checks"] if check["findings"]},
+            known={check["id"]: tuple(check.get("known", ())) for check in report["checks"]},
+            otherwise={check["id"]: check.get("otherwise", {}) for check in report["checks"]},
         )
 
     def fails(self, check_id: str) -> bool:
@@ -115,6 +130,12 @@ class ExpectedFailures:
     def reasons(self, subject: str) -> dict[str, str]:
         """Check id to reason, for one subject: what ``run_conformance`` takes as ``expected``."""
         return {entry.check: entry.told for entry in self.entries if entry.covers(subject)}
+
+    def ways(self, subject: str) -> dict[str, tuple[Way, ...]]:
+        """Check id to how it is known to fail, where the file says so: what ``run_conformance`` takes as ``ways``."""
+        return {
+            entry.check: (Way(reason=entry.told, kinds=entry.shows),) for entry in self.entries if entry.covers(subject) and entry.shows
+        }
 
     def stale(self, outcome: Outcome) -> list[str]:
         """One sentence per entry that the run shows to be no longer wanted; an empty list where all are."""
@@ -190,6 +211,9 @@ def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None
         for key in ("since", "expires")
         if key in table and type(table[key]) is not dt.date
     ]
+    shows = table.get("shows", [])
+    if not isinstance(shows, list) or not all(isinstance(kind, str) and kind for kind in shows):
+        problems.append('shows must be a list of kinds of findings, such as ["too many route rows"].')
     problems += [f"{key} is missing." for key in ("check", "reason") if table.get(key) in (None, "") or not str(table.get(key)).strip()]
     if problems:
         return None, problems
@@ -199,7 +223,7 @@ def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None
 
         near = difflib.get_close_matches(table["check"], registry.ids, n=2)
         return None, [f"no check has this id{': did you mean ' + ' or '.join(near) + '?' if near else '; `rollproof checks` lists all.'}"]
-    entry = Expectation(**table)
+    entry = Expectation(**{**table, "shows": tuple(shows)})
     if entry.expires is not None and entry.expires <= today:
         return None, [f"expired on {entry.expires}: fix the fault, or decide anew until when it is accepted. Its reason: {entry.told}"]
     return entry, []

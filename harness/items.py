@@ -99,7 +99,7 @@ def _conclude(result: CheckResult, report: Report, state: State) -> None:
     """End the item by its verdict, unless the check passed as it should."""
     reason = report.expected.get(result.id)
     if result.verdict is Verdict.FAIL:
-        if reason is not None:
+        if reason is not None and not result.otherwise:
             pytest.xfail(reason)
         pytest.fail(_told(result, report), pytrace=False)
     if reason is not None and result.verdict is not Verdict.UNKNOWN and not state.settings.accept:
@@ -156,6 +156,7 @@ def _run(state: State, suite: Suite, profile: str, seed: int, config: pytest.Con
         seed=seed,
         only=suite.only or state.settings.only,
         expected={**(suite.expected or {}), **(listed.reasons(suite.title) if listed else {})},
+        ways=listed.ways(suite.title) if listed else {},
         recipe=None if suite.factory is None else _recipe(suite.factory),
         witness_dir=folder,
     )
@@ -188,6 +189,7 @@ def _judged(suite: Suite, asked: Asked, *, keep: set[str]) -> Report:
         only=asked.only or [check.id for check in default_registry() if check.about == ROLLOUTS],
         flavours=suite.flavours,
         expected=asked.expected,
+        ways=asked.ways,
         recipe=asked.recipe,
         witness_dir=asked.witness_dir,
         keep_witnesses=keep,

@@ -135,6 +135,10 @@ class Tally:
         """How often each check has found something so far; only those that have."""
         return {check_id: taken.found for check_id, taken in self._taken.items() if taken.found}
 
+    def kinds(self) -> dict[str, dict[str, int]]:
+        """As ``counts``, by kind of finding."""
+        return {check_id: dict(taken.kinds) for check_id, taken in self._taken.items() if taken.found}
+
     def found(self) -> tuple[str, ...]:
         """Ids of the checks that have found something so far."""
         return tuple(check_id for check_id, taken in self._taken.items() if taken.found)

@@ -46,8 +46,9 @@ class Canary:
 class Report:
     """What was judged, with which verdicts, and what was exercised.
 
-    ``expected`` maps the ids of failing checks that were declared as expected failures to their reasons. ``exercised``
-    counts scenario classes over all traces ("aborts mid-decode", "resumes across a weight version", ...).
+    ``expected`` maps the ids of failing checks that were declared as expected failures to their reasons; one that fails
+    ``otherwise`` than it is known to counts as failed. ``exercised`` counts scenario classes over all traces ("aborts mid-decode",
+    "resumes across a weight version", ...).
     """
 
     subject: str
@@ -64,13 +65,13 @@ class Report:
     @property
     def failed(self) -> tuple[CheckResult, ...]:
         """Failing checks that were not expected to fail."""
-        return tuple(r for r in self.results if r.verdict is Verdict.FAIL and r.id not in self.expected)
+        return tuple(r for r in self.results if r.verdict is Verdict.FAIL and not self._excused(r))
 
     @property
     def summary(self) -> dict[str, int]:
         """Number of checks per outcome, with the keys of the JSON schema."""
         counts = Counter(r.verdict for r in self.results)
-        expected = sum(r.verdict is Verdict.FAIL and r.id in self.expected for r in self.results)
+        expected = sum(r.verdict is Verdict.FAIL and self._excused(r) for r in self.results)
         return {
             "pass": counts[Verdict.PASS],
             "fail": counts[Verdict.FAIL] - expected,
@@ -78,6 +79,9 @@ class Report:
             "not_applicable": counts[Verdict.NOT_APPLICABLE],
             "expected_fail": expected,
         }
+
+    def _excused(self, result: CheckResult) -> bool:
+        return result.id in self.expected and not result.otherwise
 
     @property
     def exit_code(self) -> int:
@@ -96,7 +100,7 @@ class Report:
             "cases": self.cases,
             "seconds": round(self.seconds, 3),
             "summary": self.summary,
-            "checks": [_result_dict(r, self.expected.get(r.id)) for r in self.results],
+            "checks": [_result_dict(r, self.expected.get(r.id) if self._excused(r) else None) for r in self.results],
             "exercised": dict(self.exercised),
             "canary": self.canary.to_dict() if self.canary else {},
             "notes": list(self.notes),
@@ -118,9 +122,13 @@ def _result_dict(result: CheckResult, expected: str | None) -> dict[str, Any]:
         "reason": expected if expected is not None and result.verdict is Verdict.FAIL else result.reason,
         "exercised": dict(result.exercised),
         "found": result.found,
+        "kinds": dict(result.kinds),
+        "known": list(result.known),
+        "otherwise": dict(result.otherwise),
         "findings": [
             {
                 "title": f.title,
+                "kind": f.kind,
                 "where": dict(f.where),
                 "expected": f.expected,
                 "observed": f.observed,

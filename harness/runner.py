@@ -23,6 +23,7 @@ from rollproof.store.values import show
 from rollproof.subjects import SubjectFactory
 from rollproof.telling import told, told_with_place
 from rollproof.trace import Event, Gauge, Header, Recorder, Result, Submit, Trace
+from rollproof.watchdog import limit
 
 __all__ = ["idle_contracts", "name_of", "run_case"]
 
@@ -108,9 +109,9 @@ class _Run:
     def through(self, work: Callable[[], Coroutine[Any, Any, None]], jumps: int | None = None) -> None:
         """Run ``work`` on a virtual clock. What reaches its end without passing through a method was raised in a task of the subject's."""
         try:
-            clock.run(work, jumps)
+            clock.run(work, jumps, seconds=limit())
         except clock.Stalled as stall:
-            self.stalled(str(stall))
+            self.stalled(stall)
         except SystemExit as error:
             blame(error, f"A task or a callback of {self.name}")
         except asyncio.CancelledError as error:
@@ -173,14 +174,17 @@ class _Run:
             await self._wind_down()
         await self._look_again()
 
-    def stalled(self, why: str) -> None:
+    def stalled(self, stall: clock.Stalled) -> None:
         """The loop cannot go on: every rollout that has not ended hangs."""
+        why = str(stall)
         if not self.started:
             raise SubjectError(f"{self.name}: `start` never ended: {why}.")
+        if isinstance(stall, clock.Stuck) and not self.pending:
+            raise SubjectError(f"{self.name}, when its rollouts had ended: {why}.")
         self.fleet.raise_error()  # it may be why nothing goes on
         submitted = {event.request.request_id for event in self.recorder.events if isinstance(event, Submit)}
         for request_id in [name for name in self.pending if name in submitted]:
-            self._hung(request_id, why)
+            self._hung(request_id, why, awaits=not isinstance(stall, clock.Stuck))
 
     def finished_events(self) -> tuple[Event, ...]:
         """All events; results whose arrays changed after they were handed over say so."""
@@ -252,9 +256,12 @@ class _Run:
             blame(error, f"{self.name}.update_weights")
             raise
 
-    def _hung(self, request_id: str, why: str) -> None:
+    def _hung(self, request_id: str, why: str, *, awaits: bool = True) -> None:
         task = self.pending.pop(request_id)
-        self.recorder.record(Result(request_id=request_id, hung=True, error=f"{why}; it awaits {clock.describe_wait(task)}"))
+        if task.done() and not task.cancelled():
+            task.exception()  # that of a step that was given up, which `why` tells
+        place = f"; it awaits {clock.describe_wait(task)}" if awaits else ""
+        self.recorder.record(Result(request_id=request_id, hung=True, error=f"{why}{place}"))
 
     async def _wind_down(self) -> None:
         await self.fleet.settle()

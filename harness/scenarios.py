@@ -12,7 +12,7 @@ from typing import Any
 from rollproof.records import FinishReason, Version
 from rollproof.trace import Abort, Admit, Call, Event, Fault, Observation, Pause, PauseMode, Reply, Result, Submit, Weights
 
-__all__ = ["Scenarios"]
+__all__ = ["SITUATIONS", "Scenarios"]
 
 _FAULTS = {
     "lost-reply": "lost replies",
@@ -23,6 +23,21 @@ _FAULTS = {
     "revive": "server revivals",
     "update-hung": "weight updates that hung",
 }
+SITUATIONS = frozenset(
+    (
+        "requests", "requests in parallel with others", "requests aborted twice or more", "requests dropped", "requests that hung",
+        "requests that ended with an error", "multi-turn rollouts", "rollouts across two or more updates",
+        "engine calls", "calls across a weight version", "calls frozen by a pause", "calls lost with their server",
+        "calls while replicas were out of step", "preemptions", "prefills anew after a pause", "prefix-cache hits",
+        "tokens sampled", "route rows", "zero-token segments", "resumes", "resumes across a weight version",
+        "aborts before the first token", "aborts while queued", "aborts on the last token", "aborts mid-decode",
+        "aborts of nothing in flight", "ends of sequence on the last token", "ends of sequence before the budget", "budgets exhausted",
+        "natural ends", "labels published without weights", "weight updates while idle", "weight updates while calls ran",
+        "weight updates between calls", "weight updates without a label", "identity updates", "failed weight updates",
+        "broken weight transfers", *_FAULTS.values(), *(f"pauses, mode {mode}" for mode in PauseMode),
+    )
+)  # fmt: skip
+"""Names of what is counted."""
 _FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
 
 
@@ -63,6 +78,7 @@ class Scenarios:
         self._counts: dict[str, int] = {}
         self._open: dict[str, _Open] = {}
         self._sent: dict[int, _Sent] = {}
+        self._lost: dict[int, _Sent] = {}
         self._servers: dict[str, _Server] = {}
         self._out_of_step = False
         self._handlers: dict[type[Event], Callable[[Any], None]] = {
@@ -131,10 +147,13 @@ class Scenarios:
 
     def _reply(self, event: Reply) -> None:
         call = self._sent.pop(event.call_id, None)
+        if call is not None and call.admits:
+            self._servers[call.server].busy -= 1
+        if call is None and event.call_id in self._lost:  # it was answered in the very moment in which its server died
+            call = self._lost.pop(event.call_id)
+            self._add("calls lost with their server", -1)
         if call is None:
             return
-        if call.admits:
-            self._servers[call.server].busy -= 1
         output = event.output
         tokens = len(output.token_ids)
         self._add("tokens sampled", tokens)
@@ -209,7 +228,7 @@ class Scenarios:
         if event.what == "death" and event.server_id is not None:
             self._server(event.server_id).busy = 0
             for call_id in [call_id for call_id, call in self._sent.items() if call.server == event.server_id]:
-                del self._sent[call_id]
+                self._lost[call_id] = self._sent.pop(call_id)
                 self._add("calls lost with their server")
 
     def _result(self, event: Result) -> None:
@@ -217,6 +236,7 @@ class Scenarios:
         if request is None:
             return
         for call_id in request.calls:  # calls that were given up have no reply
+            self._lost.pop(call_id, None)
             call = self._sent.pop(call_id, None)
             if call is not None and call.admits:
                 self._servers[call.server].busy -= 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from pathlib import Path
 
-__all__ = ["one_line", "told", "told_with_place"]
+__all__ = ["error_kind", "one_line", "told", "told_with_place"]
 
 _LONGEST = 2000
 """Characters of an exception's text that are told; some hold whole tensors."""
@@ -31,6 +32,15 @@ def told_with_place(error: BaseException) -> str:
         if package != "rollproof" and package not in sys.stdlib_module_names:
             return f"{told(error)} ({Path(frame.f_code.co_filename).name}:{line}, in {frame.f_code.co_name})"
     return told(error)
+
+
+_PLACED = re.compile(r"\(([^():]+):\d+, in ([^()]+)\)$")
+
+
+def error_kind(text: str) -> str:
+    """What ``told_with_place`` said, without the words and numbers of this very error: ``TypeError (client.py, in generate)``."""
+    place = _PLACED.search(text)
+    return text.partition(":")[0].partition(" ")[0] + (f" ({place[1]}, in {place[2]})" if place else "")
 
 
 def one_line(text: str) -> str:

@@ -17,6 +17,7 @@ from rollproof.report import Report
 from rollproof.scenarios import Scenarios
 from rollproof.subjects import SubjectFactory
 from rollproof.trace import Header, Trace
+from rollproof.ways import Ways, hold
 
 __all__ = ["ROLLOUTS", "TOPICS", "Asked", "judge_topic", "run_again", "scenarios_of", "topic_of"]
 
@@ -33,6 +34,7 @@ class Asked:
     seed: int = 0
     only: tuple[str, ...] = ()
     expected: Mapping[str, str] = field(default_factory=dict)
+    ways: Ways = field(default_factory=dict)
     recipe: Mapping[str, Any] | None = None
     witness_dir: Path | None = None
     progress: Callable[[Progress], None] | None = None
@@ -130,4 +132,4 @@ def judge_topic(about: str, factory: SubjectFactory, asked: Asked) -> Report:
     """Judge the subject that ``factory`` makes by the checks of its topic. Raises ``UsageError`` for a topic that does not exist."""
     if about not in TOPICS:
         raise UsageError(f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}.")
-    return TOPICS[about](factory, asked)
+    return hold(TOPICS[about](factory, asked), asked.ways)

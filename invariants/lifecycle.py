@@ -14,6 +14,7 @@ from rollproof.invariants import aborts, calls, consumption, sweeps
 from rollproof.invariants.fold import Ending, Fold, Recent, case_option, keep
 from rollproof.invariants.wording import count
 from rollproof.records import FinishReason
+from rollproof.telling import error_kind
 from rollproof.trace import Call, Fault, Gauge, Reply, Result, Submit
 from rollproof.view import RequestView
 
@@ -165,6 +166,7 @@ class _NoError(Fold):
         )
         out.finding(
             "a request failed although nothing went wrong",
+            kind=f"a request failed: {error_kind(event.error)}",
             expected="a rollout: no server died, no reply was lost, no update failed",
             observed=f"{event.error}; {last}",
             where={"request": event.request_id, "index": event.index},
@@ -209,6 +211,7 @@ class _Counters(Ending):
             if abs(end - start) > 1e-9:
                 out.finding(
                     f"counter {name!r} did not return to its start",
+                    kind=f"counter {name.rpartition('/')[2]!r} did not return to its start",
                     expected=f"{start:g}, as at the start",
                     observed=f"{end:g} when every request had ended",
                     hint="It is raised on every path and lowered on some: lower it in a `finally`, once for each time it was raised.",

@@ -101,6 +101,7 @@ class _FailsWithReason(Ending):
         if event.phase is UpdatePhase.FAILED:
             out.finding(
                 f"update_weights({event.label}) raised, though nothing was broken",
+                kind="an update raised, though nothing was broken",
                 expected="an update that ends: every server was alive, and no transfer failed",
                 observed=self._detail or "it failed",
                 where={"version": event.version, "index": event.index},

@@ -101,6 +101,7 @@ def _rows(view: RequestView, out: Collector) -> None:
     prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
     out.finding(
         f"{count(evidence.rows, 'route row')} for a sample of {count(evidence.total, 'token')}",
+        kind="too many route rows" if (evidence.rows or 0) > max(evidence.row_counts) else "too few route rows",
         expected=f"{wanted_rows(evidence)} for {count(prompt, 'prompt token')} and {count(response, 'response token')}: "
         f"the contract declares rows='{view.contract.rows}'",
         observed=story.observed,

@@ -215,6 +215,10 @@ def _identity(view: RequestView, out: Collector) -> None:
         given = reply.output.logprobs
         if given is None or len(given) != len(reply.output.token_ids):
             continue
+        earlier = {one.version for one in view.history.updates if one.server_id == attempt.call.server_id} - {version}
+        if any(span.version in earlier for span in reply.true_rows or ()):
+            out.absent("KV of other weights was kept since before: the reply is not that of the weights that the update loaded anew")
+            continue
         ids = (*attempt.call.prompt_ids, *reply.output.token_ids)
         want = view.oracle.logprobs(version, ids, len(attempt.call.prompt_ids))
         out.exercised("replies after an identity update")

@@ -62,6 +62,7 @@ class _BudgetUsed(Fold):
             return  # prompts and grants that add up to one sum meet the length of a context
         out.finding(
             f"All {count(self._samples, 'sample')} that end by length end one token before their budget",
+            kind="all samples that end by length end one token before their budget",
             expected=f"{listing((low, high))} tokens, the callers' budgets",
             observed=f"{listing((low - 1, high - 1))} tokens: the first call already is granted one less",
             where={"request": request_id},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -39,6 +40,7 @@ def prompt_kept(view: RequestView, out: Collector) -> None:
     return out.finding(
         f"The sample carries a prompt of {count(len(got), 'token')} that is not its request's"
         + (f", but that of request {other}" if other else ""),
+        kind="the prompt of another request" if other else "a prompt that is no request's",
         expected=f"the {count(len(want), 'token')} of the request's prompt: {window(want, at)}",
         observed=f"{window(got, at)}; the first difference is at position {at}",
         where=view.where(position=at),
@@ -67,6 +69,7 @@ def request_id_kept(view: RequestView, out: Collector) -> None:
         return None
     return out.finding(
         f"The sample of request {request.request_id} carries the id of request {taken.request_id}",
+        kind="the id of another request",
         expected=f"request id {request.request_id!r}",
         observed=f"request id {rollout.request_id!r}",
         where=view.where(),
@@ -93,7 +96,7 @@ def tokens_kept(view: RequestView, out: Collector) -> None:
     out.exercised("resumed samples" if resumed else "single-call samples" if found.rollout.response_ids else "samples without tokens")
     if not found.aligned:
         fault = describe_token_fault(view, found.rollout.response_ids)
-        out.finding(fault.title, expected=fault.expected, observed=fault.observed, where=fault.where, hint=fault.hint)
+        out.finding(fault.title, kind=fault.kind, expected=fault.expected, observed=fault.observed, where=fault.where, hint=fault.hint)
     return None
 
 
@@ -133,6 +136,7 @@ def matches_unbroken(view: RequestView, out: Collector) -> None:
     segment = view.segment_of(len(view.request.prompt_ids) + wrong[0])
     return out.finding(
         f"{share(len(wrong), len(got), 'token')} of a resumed rollout differ from the unbroken run, although the weights stayed the same",
+        kind="a resumed rollout differs from the unbroken run",
         expected=f"the tokens that the policy samples in one go: {window(want, wrong[0])}",
         observed=f"{window(got, wrong[0])}; differs at response index {ranges(wrong)}",
         where=view.where(index=wrong[0], segment=segment, version=version),
@@ -159,12 +163,19 @@ def caller_objects(view: RequestView, out: Collector) -> None:
         return None
     return out.finding(
         f"The stack changed {count(len(changed), 'object')} of its caller: {listing(changed)}",
+        kind=f"changed: {listing(sorted({_object(each) for each in changed}))}",
         expected="sampling parameters, prompt ids and media as they were handed in",
         observed=f"after the rollout, these differ: {listing(changed)}",
         where=view.where(),
         hint="A caller that reuses its sampling parameters for the next turn starts it with the budget that was left of this one: copy "
         "them before the budget is written into them (verl #7207).",
     )
+
+
+def _object(change: str) -> str:
+    """What was changed, without the values: ``sampling_params: max_tokens``."""
+    name, _, how = change.partition(": ")
+    return ": ".join(filter(None, (name, ", ".join(re.findall(r"'([^']*)' (?:went from|was added|was removed)", how)))))
 
 
 def _was_run(view: RequestView) -> bool:
@@ -190,6 +201,7 @@ def handed_over(view: RequestView, out: Collector) -> None:
         return None
     return out.finding(
         f"{listing(changed)} of the sample changed after it was handed over",
+        kind=f"changed later: {listing(sorted(changed))}",
         expected="lists of the sample's own",
         observed=f"other values at the end of the run in {listing(changed)}",
         where=view.where(),
@@ -217,6 +229,7 @@ def environment_tokens(view: RequestView, out: Collector) -> None:
             at = _first_difference(want, got)
             return out.finding(
                 f"Turn {number} of the environment is not what it said",
+                kind="a turn of the environment is not what it said",
                 expected=f"{count(len(want), 'token')}: {window(want, at)}",
                 observed=f"{count(len(got), 'token')}: {window(got, at)}",
                 where=view.where(index=next(run.start for run in found.reference.runs if run.ids is got)),

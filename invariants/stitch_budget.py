@@ -56,6 +56,7 @@ def budget_granted(view: RequestView, out: Collector) -> None:
     )
     return out.finding(
         title,
+        kind="a call states no budget" if grant is None else "a call may sample more than is left",
         expected=f"at most {budget} - {step.spent} already sampled = {left}",
         observed=f"max_tokens={grant} in {call_name(attempt)}; too much in {share(len(over), len(view.attempts), 'call')} of the request",
         where=view.where(call=step.attempt, server=attempt.call.server_id),
@@ -96,6 +97,7 @@ def budget_total(view: RequestView, out: Collector) -> None:
         if size > grant:
             return out.finding(
                 f"The reply to call {attempt.number} holds {count(size, 'token')}, {size - grant} more than it was granted",
+                kind="a reply holds more than its call was granted",
                 expected=f"at most max_tokens={grant}",
                 observed=f"{count(size, 'token')} from server {attempt.call.server_id}",
                 where=view.where(call=attempt.number, server=attempt.call.server_id),
@@ -108,6 +110,7 @@ def budget_total(view: RequestView, out: Collector) -> None:
     if most > budget:
         return out.finding(
             f"The rollout holds {count(most, 'sampled token')}, {most - budget} more than its budget",
+            kind="a rollout holds more than its budget",
             expected=f"at most {budget}",
             observed=f"{most} over {count(len(view.segments), 'segment')}",
             where=view.where(),
@@ -269,6 +272,7 @@ def finish_length(view: RequestView, out: Collector) -> None:
     limit = min(bounds) if bounds else None
     return out.finding(
         f"The sample says length after {count(size, 'token')}" + (f" of {limit}" if limit is not None else ", although nothing limits it"),
+        kind=f"says length where the engine said {reference.finish_reason!s}",
         expected=f"length only once all {limit} are sampled" if limit is not None else f"{reference.finish_reason!s}, as the engine said",
         observed=f"the last reply, to call {last.number}, ended by {reference.finish_reason!s}, granted {last.call.max_tokens}",
         where=view.where(call=last.number),
@@ -301,6 +305,7 @@ def zero_token_segments(view: RequestView, out: Collector) -> None:
         if a is not None and b is not None and b < a and not _was_overgranted(view, before):
             return out.finding(
                 f"A reply without tokens changed the budget from {a} to {b}",
+                kind="a reply without tokens lowered the budget",
                 expected=f"call {after.number} may sample {a}, as call {before.number} might",
                 observed=f"max_tokens={b} in {call_name(after)}",
                 where=view.where(call=after.number, server=after.call.server_id),

@@ -93,25 +93,29 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
     sent = attempt.call.prompt_ids
     delivered = step.known - base
     if step.attempt == 0:
-        title = "The first call does not send the request's prompt"
+        kind = title = "The first call does not send the request's prompt"
         hint = "A prompt that was cut, padded or retokenised on its way is not the one that the trainer will see."
     elif step.restarts and step.sent >= base:
         lost = step.known - step.sent
+        kind = "a call throws away delivered tokens"
         title = f"Call {step.attempt} throws away {share(lost, delivered, 'token')} delivered before it"
         hint = (
             "An abort returns what was sampled so far; a resume that does not append it to the prompt samples those tokens again, "
             "under other weights, and pays for them twice."
         )
     elif step.agree == step.known:
+        kind = "a call sends more than what was delivered"
         title = f"Call {step.attempt} sends {count(step.sent - step.known, 'token')} more than the prompt and what was delivered"
         hint = _extra_hint(sent, known, step)
     elif step.ended:
+        kind = "a turn begins on another history"
         title = f"Call {step.attempt} begins a turn on a history that differs from what was delivered, from position {step.agree} on"
         hint = (
             "The earlier turns were rendered anew, by a template that drops or respells tokens: what follows was sampled in a context that "
             "the response does not show. Append the new turn to the ids as delivered, or hand each turn over as a sample of its own."
         )
     else:
+        kind = "a call resumes from another sequence"
         title = f"Call {step.attempt} resumes from a sequence that differs from what was delivered, from position {step.agree} on"
         hint = (
             "Every later token is sampled after a context that the sample does not show; "
@@ -119,6 +123,7 @@ def _wrong_prompt(view: RequestView, step: Step, attempt: Attempt, out: Collecto
         )
     out.finding(
         title,
+        kind=kind,
         expected=f"prompt ({base}) + delivered response ({delivered}) = {step.known} tokens: {window(known, step.agree)}",
         observed=f"{count(step.sent, 'token')} sent: {window(sent, step.agree)}; the first {step.agree} agree",
         where=view.where(call=step.attempt, position=step.agree, server=attempt.call.server_id),
@@ -161,6 +166,7 @@ def no_call_after_end(view: RequestView, out: Collector) -> None:
     attempt = view.attempts[step.attempt]
     return out.finding(
         f"Call {step.attempt} was made after the rollout had ended",
+        kind="a call after the rollout had ended",
         expected="no further call once an engine returned a natural end (stop); only tokens of the environment begin a new turn",
         observed=f"{call_name(attempt)} sends {step.sent} of the {step.known} known tokens and asks for more",
         where=view.where(call=step.attempt, position=step.known, server=attempt.call.server_id),
@@ -228,6 +234,7 @@ def sampling_forwarded(view: RequestView, out: Collector) -> None:
         )
     return out.finding(
         f"No call carries {count(len(gone), 'sampling parameter')} that the caller gave: {listing(gone)}",
+        kind=f"no call carries {listing(sorted(gone))}",
         expected=f"{wanted} on every call (sampling='forwarded')",
         observed=f"{count(len(view.attempts), 'call')} without; the first carries {_parameters(view.attempts[0].call.sampling)}",
         where=view.where(call=0, server=view.attempts[0].call.server_id),
@@ -248,6 +255,7 @@ def _changed_parameters(
     given = attempt.call.sampling
     out.finding(
         f"Call {attempt.number} changes {count(len(names), 'sampling parameter')}: {listing(names)}",
+        kind=f"a call changes {listing(names)}",
         expected=", ".join(f"{name}={_parameter(want, name)}" for name in names) + f", as in {origin}",
         observed=", ".join(f"{name}={_parameter(given, name)}" for name in names),
         where=view.where(call=attempt.number, server=attempt.call.server_id),
@@ -285,6 +293,7 @@ def media_kept(view: RequestView, out: Collector) -> None:
         if got != want:
             out.finding(
                 f"Call {attempt.number} {'drops' if got is None else 'changes'} the request's media",
+                kind=f"a call {'drops' if got is None else 'changes'} the request's media",
                 expected=f"media {want!r} on every attempt",
                 observed=f"media {got!r} on {call_name(attempt)}",
                 where=view.where(call=attempt.number, server=attempt.call.server_id),

@@ -139,6 +139,7 @@ def logprobs_present(view: RequestView, out: Collector) -> None:
         return out.finding(
             f"{share(len(deaf), len(view.attempts), 'call')} {'does' if len(deaf) == 1 else 'do'} not ask for logprobs, "
             "although the request wants them",
+            kind="calls do not ask for logprobs",
             expected="every attempt asks the engine for logprobs",
             observed=f"call {listing(attempt.number for attempt in deaf[:6])} does not",
             where=view.where(call=deaf[0].number, server=deaf[0].call.server_id),
@@ -172,6 +173,7 @@ def _lost(view: RequestView, scan: _Scan, out: Collector) -> None:
     out.finding(
         f"{share(len(scan.lost), scan.sampled, 'logprob')} {'is' if len(scan.lost) == 1 else 'are'} missing from the sample, "
         "although the engine returned them",
+        kind="logprobs are missing from the sample",
         expected="the engine's value for every sampled token",
         observed=f"NaN at response index {ranges(scan.lost)}",
         where=view.where(index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)),
@@ -207,6 +209,7 @@ def logprobs_length(view: RequestView, out: Collector) -> None:
         )
     return out.finding(
         f"The sample has {count(len(values), 'logprob')} for {count(tokens, 'token')}",
+        kind="fewer logprobs than tokens" if len(values) < tokens else "more logprobs than tokens",
         expected=f"one logprob per response token: {tokens}",
         observed=f"{len(values)}: {window(values.tolist())}",
         where=view.where(),
@@ -237,6 +240,7 @@ def logprobs_valid(view: RequestView, out: Collector) -> None:
     same = got[first] == returned
     return out.finding(
         f"{share(len(scan.invalid), scan.sampled, 'logprob')} cannot be the logarithm of a probability",
+        kind="values that are no logarithm of a probability",
         expected="finite values of at most 0",
         observed=f"{got[first]:.6g} at response index {first} (in all: {ranges(scan.invalid)}); the engine returned {returned:.6g}",
         where=view.where(index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)),
@@ -271,6 +275,7 @@ def logprobs_paired(view: RequestView, out: Collector) -> None:
     return out.finding(
         f"{share(len(scan.wrong), scan.sampled, 'logprob')} {'is' if len(scan.wrong) == 1 else 'are'} not what the engine returned "
         f"with {'its token' if len(scan.wrong) == 1 else 'their tokens'}",
+        kind="logprobs are not those of their tokens",
         expected=f"as returned: {window(want, first)}",
         observed=f"{window(got, first)}; differs at response index {ranges(scan.wrong)}",
         where=view.where(
@@ -366,6 +371,7 @@ def _unmarked_finding(view: RequestView, found: Delivery, scan: _Scan, bad: list
         hint = "Either the engine dropped them, or the contract must say how samples mark them: missing_logprobs='nan' or 'masked'."
     out.finding(
         title,
+        kind="logprobs were made up" if filled else "the engine returned no logprob",
         expected=_MARKS[rule],
         observed=observed,
         where=view.where(index=first, segment=view.segment_of(len(view.request.prompt_ids) + first)),

@@ -48,6 +48,7 @@ def mask_shape(view: RequestView, out: Collector) -> None:
     if len(mask) != tokens and not found.fits(len(mask)):
         return out.finding(
             f"The loss mask has {count(len(mask), 'entry|entries')} for {count(tokens, 'token')}",
+            kind="a loss mask of another length than the tokens",
             expected=f"one entry per response token: {tokens}",
             observed=f"{len(mask)}: {window(mask.tolist())}",
             where=view.where(),
@@ -57,6 +58,7 @@ def mask_shape(view: RequestView, out: Collector) -> None:
     if stray:
         return out.finding(
             f"{share(len(stray), tokens, 'entry|entries')} of the loss mask {'is' if len(stray) == 1 else 'are'} neither 0 nor 1",
+            kind="entries of the loss mask are neither 0 nor 1",
             expected="0 (not trained on) or 1 (trained on)",
             observed=f"{window(mask.tolist(), stray[0])}, at response index {ranges(stray)}",
             where=view.where(index=stray[0]),
@@ -89,6 +91,7 @@ def mask_environment(view: RequestView, out: Collector) -> None:
     if trained:
         out.finding(
             f"{share(len(trained), total, 'token')} of the environment would be trained on",
+            kind="tokens of the environment would be trained on",
             expected="loss mask 0 on every token that a tool or a user wrote",
             observed=f"1 at response index {ranges(trained)}",
             where=view.where(index=trained[0]),

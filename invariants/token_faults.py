@@ -22,6 +22,7 @@ class TokenFault:
     """The parts of a finding about tokens."""
 
     title: str
+    kind: str
     expected: str
     observed: str
     where: Mapping[str, Scalar]
@@ -39,6 +40,7 @@ def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
     segment = segment_name(view, attempt) if attempt is not None else "the end"
     again = _kept_from_before(view, got)
     if again is not None:
+        kind = "tokens from before a restart"
         title = f"The response is not what was sampled since call {again.attempt} started again"
         hint = (
             f"Call {again.attempt} sent {count(again.sent, 'token')} of {again.known}, so what followed was sampled without the rest: "
@@ -46,6 +48,7 @@ def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
         )
     elif not come:
         whole = _whole_segment(view, at, len(gone))
+        kind = "sampled tokens are missing"
         title = f"{share(len(gone), len(want), 'sampled token')} {'is' if len(gone) == 1 else 'are'} missing from the response"
         hint = (
             f"All that {segment} sampled is gone: a resume must append each reply, also the last one and those of aborted calls."
@@ -53,15 +56,18 @@ def describe_token_fault(view: RequestView, got: Sequence[int]) -> TokenFault:
             else f"The loss begins in {segment}; aborted calls return tokens too, and each reply must be appended in full."
         )
     elif not gone:
-        title, hint = _added(view, want, at, come, segment)
+        title, kind, hint = _added(view, want, at, come, segment)
     elif sorted(gone) == sorted(come):
+        kind = "tokens stand in another order"
         title = f"{share(len(gone), len(want), 'token')} stand in another order than they were sampled"
         hint = "Replies must be appended in the order of their calls, also where one arrives late or twice."
     else:
+        kind = "tokens that the engines did not sample"
         title = f"{share(len(come), len(got), 'token')} of the response {'is' if len(come) == 1 else 'are'} not what the engines sampled"
         hint = _origin(view, come) or f"The difference begins in {segment}; ids must be kept as sampled, never taken from decoded text."
     return TokenFault(
         title=title,
+        kind=kind,
         expected=f"{count(len(want), 'token')} as sampled: {window(want, at)}",
         observed=f"{count(len(got), 'token')}: {window(got, at)}; the first difference is at response index {at}",
         where=view.where(index=at, segment=view.segment_of(len(view.request.prompt_ids) + at)),
@@ -80,22 +86,25 @@ def _kept_from_before(view: RequestView, got: tuple[int, ...]) -> Step | None:
     return None
 
 
-def _added(view: RequestView, want: tuple[int, ...], at: int, come: tuple[int, ...], segment: str) -> tuple[str, str]:
+def _added(view: RequestView, want: tuple[int, ...], at: int, come: tuple[int, ...], segment: str) -> tuple[str, str, str]:
     size = len(come)
     again = come in (want[max(0, at - size) : at], want[at : at + size]) or (size > 1 and contains(want, come))
     if again:
         return (
             f"The response repeats {count(size, 'token')} that {'was' if size == 1 else 'were'} sampled once",
+            "tokens are repeated",
             f"A reply was appended twice near {segment}: a duplicate delivery, or partial output that was kept and also returned again.",
         )
     prompt = view.request.prompt_ids
     if come == prompt or (size > 1 and prompt[-size:] == come):
         return (
             f"The response holds {share(size, len(prompt), 'token')} of the prompt",
+            "tokens of the prompt",
             "Response and prompt were parted at the wrong place: cut at the prompt's length; `ids[-n:]` is the whole list where n is 0.",
         )
     title = f"The response holds {count(size, 'token')} that no engine call of this request returned"
-    return title, _origin(view, come) or "An end-of-sequence or padding token that the stack adds itself must be masked out (loss mask 0)."
+    hint = _origin(view, come) or "An end-of-sequence or padding token that the stack adds itself must be masked out (loss mask 0)."
+    return title, "tokens that no call returned", hint
 
 
 def _origin(view: RequestView, tokens: tuple[int, ...]) -> str:

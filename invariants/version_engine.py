@@ -60,6 +60,7 @@ def engine_tags(view: RequestView, out: Collector) -> None:
         tokens = sum(part.end - part.start for part in wrong)
         out.finding(
             f"The engine shows {version_name(wrong[0].shown)} for {count(tokens, 'token')} that it did not sample",
+            kind="the engine shows a version for tokens that it did not sample",
             expected=sampled_by(own),
             observed=f"{sampled_by(wrong, shown=True)}, in the reply to call {number}",
             where=view.where(call=number, server=attempt.call.server_id, index=wrong[0].start, version=wrong[0].shown),
@@ -112,6 +113,7 @@ def unlabelled_update(view: RequestView, out: Collector) -> None:
     first, tag = named[0]
     return out.finding(
         f"{count(tokens, 'token')} of weights that were loaded without a label {verb(tokens, 'is', 'are')} tagged {version_name(tag)}",
+        kind="the engine tags tokens of unlabelled weights" if shown else "the sample tags tokens of unlabelled weights",
         expected="no version: an update without a label makes the label of what is served unknown",
         observed=f"{version_name(tag)} {'shown by the engine' if shown else 'in the sample'}, which names other weights, "
         f"at response index {ranges(i for part, _ in named for i in range(part.start, part.end))}",
@@ -149,6 +151,9 @@ def unknown_stays_unknown(view: RequestView, out: Collector) -> None:
     return out.finding(
         f"{share(tokens, parts[-1].end, 'token')} {verb(tokens, 'is', 'are')} tagged {version_name(tag)}, "
         "although the engine showed no version for " + verb(tokens, "it", "them"),
+        kind="tokens of unlabelled weights are tagged"
+        if all(part.unlabelled for part, _ in wrong)
+        else "tokens whose version the engine did not show are tagged wrongly",
         expected="no version, or the true one: " + sampled_by([part for part, _ in wrong]),
         observed=f"version {tag_list(dict.fromkeys(tag for _, tag in wrong))}",
         where=view.where(index=part.start, call=part.attempt, version=tag),

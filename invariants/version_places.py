@@ -41,9 +41,10 @@ def spans_cover(view: RequestView, out: Collector) -> None:
     fault = _span_fault(spans, len(found.rollout.response_ids), parts)
     if fault is None:
         return None
-    title, index = fault
+    title, index, kind = fault
     return out.finding(
         title,
+        kind=kind,
         expected=f"spans in order, from 0 to {len(found.rollout.response_ids)}, without gap or overlap",
         observed=", ".join(f"{span.start}-{span.end}: {version_name(span.version)}" for span in spans[:8])
         + (", ..." if len(spans) > 8 else ""),
@@ -52,18 +53,19 @@ def spans_cover(view: RequestView, out: Collector) -> None:
     )
 
 
-def _span_fault(spans: Sequence[Span], length: int, parts: Sequence[Sampler]) -> tuple[str, int] | None:
+def _span_fault(spans: Sequence[Span], length: int, parts: Sequence[Sampler]) -> tuple[str, int, str] | None:
+    """What is wrong, at which token, and in a few words for all places alike."""
     at = 0
     gaps: list[tuple[int, int]] = []
     for number, span in enumerate(spans):
         if span.end < span.start or span.start < 0 or span.end > length:
-            return f"Span {number} ({span.start} to {span.end}) does not lie in the response of {count(length, 'token')}", max(
-                0, span.start
-            )
+            title = f"Span {number} ({span.start} to {span.end}) does not lie in the response of {count(length, 'token')}"
+            return title, max(0, span.start), "a span does not lie in the response"
         if span.end == span.start:
             continue
         if span.start < at:
-            return f"Span {number} begins at {span.start}, before the one before it has ended at {at}", span.start
+            title = f"Span {number} begins at {span.start}, before the one before it has ended at {at}"
+            return title, span.start, "spans overlap"
         if span.start > at:
             gaps.append((at, span.start))
         at = span.end
@@ -72,7 +74,8 @@ def _span_fault(spans: Sequence[Span], length: int, parts: Sequence[Sampler]) ->
     bare = [i for low, high in gaps for part in parts for i in range(max(low, part.start), min(high, part.end))]
     if bare:
         sampled = sum(part.end - part.start for part in parts)
-        return f"{share(len(bare), sampled, 'sampled token')} {verb(len(bare), 'lies', 'lie')} in no span: {ranges(bare)}", bare[0]
+        title = f"{share(len(bare), sampled, 'sampled token')} {verb(len(bare), 'lies', 'lie')} in no span: {ranges(bare)}"
+        return title, bare[0], "tokens lie in no span"
     return None
 
 
@@ -116,6 +119,7 @@ def one_per_token(view: RequestView, out: Collector) -> None:
         return None
     return out.finding(
         f"The sample has {count(len(tags), 'version tag')} for {count(tokens, 'token')}",
+        kind="fewer tags than tokens" if len(tags) < tokens else "more tags than tokens",
         expected=f"one version per response token: {tokens}",
         observed=f"{len(tags)}: {tag_list(tags)}",
         where=view.where(),
@@ -158,6 +162,7 @@ def _wrong_tags(
     out.finding(
         f"{share(len(wrong), total, 'sampled token')} {verb(len(wrong), 'carries', 'carry')} a version that did not sample "
         f"{verb(len(wrong), 'it', 'them')}",
+        kind="tagged with a later version" if later else "tagged with an earlier version, or none of the engine's",
         expected=sampled_by(parts),
         observed=f"version {tag_list(tags)} at response index {ranges(indexes)}",
         where=view.where(index=first[0], segment=view.segment_of(len(rollout.prompt_ids) + first[0]), version=first[1]),

@@ -15,7 +15,7 @@ from rollproof.contract import Versions
 from rollproof.invariants import version_engine, version_places
 from rollproof.invariants.delivery import missing_reason
 from rollproof.invariants.fold import case_actions
-from rollproof.invariants.samplers import Key, Sampler, key, order, published
+from rollproof.invariants.samplers import Key, Sampler, key, order, published, reply_samplers
 from rollproof.invariants.tagged import UNPUBLISHED, count_samplers, judged, naming, only, tagged
 from rollproof.invariants.update_races import SKEWED
 from rollproof.invariants.version_words import sampled_by, tag_list, tags_of
@@ -60,6 +60,7 @@ def present(view: RequestView, out: Collector) -> None:
     if gone:
         out.finding(
             f"The sample carries no {listing(gone, 'or')}, although the engine showed {sampled_by(told, shown=True)}",
+            kind=f"no {listing(gone, 'or')}",
             expected=f"{listing(gone)} of the tokens, as declared by versions={str(view.contract.versions)!r}",
             observed=", ".join(f"{name} is absent" for name in gone),
             where=view.where(version=told[0].shown),
@@ -107,6 +108,7 @@ def only_published(view: RequestView, out: Collector) -> None:
     labels = sorted(view.history.labels, key=view.history.rank_of)  # type: ignore[arg-type]  # every label has a rank
     return out.finding(
         f"The sample is tagged with {listing(version_name(tag) for tag in stray[:4])}, never published",
+        kind="a tag that was never published",
         expected=f"one of the published labels: {tag_list(labels)}",
         observed=tag_list(stray),
         where=view.where(version=stray[0]),
@@ -136,6 +138,7 @@ def sample_tag(view: RequestView, out: Collector) -> None:
         return None
     return out.finding(
         f"The sample is tagged with {version_name(tag)}, which sampled none of its {count(parts[-1].end, 'token')}",
+        kind="a tag that sampled no token",
         expected=f"a version that sampled it: {sampled_by(parts)}",
         observed=version_name(tag),
         where=view.where(version=tag),
@@ -172,21 +175,25 @@ def min_max(view: RequestView, out: Collector) -> None:
     low, high = rollout.min_version, rollout.max_version
     if low is None or high is None or not (published(view.history, low) and published(view.history, high)):
         return out.absent("the samples carry no published min and max version")
-    sets = [part.accepted for part in parts]
+    sampled = reply_samplers(view)
+    sets = [part.accepted for part in sampled]
     known = [labels for labels in sets if labels is not None]
+    kept = known[: len(parts)]
     ranks = order(view.history, [key(low), key(high), *(label for labels in known for label in labels if label is not None)])
     if ranks is None:
         return out.absent("the order of the versions is not known")
     if not count_samplers(parts, out) or len(known) < len(sets):
         return None
-    wrong = [
-        name for name, tag, right in (("min", low, _lowest(known, ranks)), ("max", high, _highest(known, ranks))) if key(tag) not in right
-    ]
+    lowest, highest = _lowest(kept, ranks), _highest(kept, ranks)
+    # tokens that a limit of the sample cut off may count or not
+    right = {"min": {*lowest, *_lowest(known, ranks)}, "max": {*highest, *_highest(known, ranks)}}
+    wrong = [name for name, tag in (("min", low), ("max", high)) if key(tag) not in right[name]]
     if not wrong:
         return None
     return out.finding(
         f"The {listing(wrong)} version of the sample {verb(len(wrong), 'is', 'are')} not that of its tokens",
-        expected=f"min {tag_list(_lowest(known, ranks), 'or')}, max {tag_list(_highest(known, ranks), 'or')}: {sampled_by(parts)}",
+        kind=f"the {listing(wrong)} version is not that of the tokens",
+        expected=f"min {tag_list(lowest, 'or')}, max {tag_list(highest, 'or')}: {sampled_by(parts)}",
         observed=f"min {low}, max {high}",
         where=view.where(version=low if "min" in wrong else high),
         hint=_min_max_hint(view, low if "min" in wrong else high, low, high, parts),
@@ -326,12 +333,14 @@ def _call_finding(
         if len(row) == len(tags):
             wrong = next((i for i, (_, _, labels) in enumerate(row) if labels is not None and key(tags[i]) not in labels), 0)
             title = f"Call {row[wrong][0]} is tagged with {version_name(tags[wrong])}, which sampled none of its tokens"
-            place = row[wrong][0]
+            place, kind = row[wrong][0], "a call's tag sampled none of its tokens"
             break
     else:
         title, place = f"The sample has {count(len(tags), 'call version')} for {count(len(needed), 'call')} that brought tokens", None
+        kind = "another number of tags than of calls"
     out.finding(
         title,
+        kind=kind,
         expected=f"one tag per call with tokens: {sampled_by(parts)}",
         observed=tag_list(tags),
         where=view.where(call=place),

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,6 +28,7 @@ from rollproof.report import Interrupted, Report
 from rollproof.runner import name_of
 from rollproof.telling import told
 from rollproof.topics import ROLLOUTS, Asked, judge_topic
+from rollproof.ways import Ways
 
 __all__ = ["Settings", "judge_all", "processors"]
 
@@ -39,13 +40,17 @@ _PARTING = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How every target of a run is judged; ``expected`` maps names of targets to the checks that are known to fail, with reasons."""
+    """How every target of a run is judged.
+
+    ``expected`` maps names of targets to the checks that are known to fail, with reasons, ``ways`` to how they are known to.
+    """
 
     profile: str
     seed: int
     only: tuple[str, ...]
     flavours: tuple[str, ...] = ()
     expected: Mapping[str, Mapping[str, str]]
+    ways: Mapping[str, Ways] = field(default_factory=dict)
     witness_dir: Path
 
 
@@ -170,7 +175,7 @@ def _judge(target: Target, settings: Settings, progress: Callable[[Progress], No
 
 
 def _judged(target: Target, settings: Settings, progress: Callable[[Progress], None]) -> Report:
-    expected = dict(settings.expected.get(target.name, {})) or None
+    expected, ways = dict(settings.expected.get(target.name, {})) or None, settings.ways.get(target.name, {})
     if target.about != ROLLOUTS:
         asked = Asked(
             name=target.name,
@@ -178,6 +183,7 @@ def _judged(target: Target, settings: Settings, progress: Callable[[Progress], N
             seed=settings.seed,
             only=settings.only,
             expected=expected or {},
+            ways=ways,
             recipe=target.recipe,
             witness_dir=settings.witness_dir / folder_name(target.folder),
             progress=progress,
@@ -193,6 +199,7 @@ def _judged(target: Target, settings: Settings, progress: Callable[[Progress], N
         flavours=settings.flavours or target.flavours,
         cases=target.cases(settings.profile, settings.seed) if own and target.cases is not None else None,
         expected=expected,
+        ways=ways,
         progress=progress,
         witness_dir=settings.witness_dir / folder_name(target.folder),
         recipe=target.recipe,
@@ -256,7 +263,7 @@ def _interrupted(*_: object) -> None:
 
 def _packed(report: Report) -> tuple[Report, list[dict[str, Any]]]:
     """A report fit for a pipe: checks hold functions, so they travel by id."""
-    names = ("verdict", "reason", "exercised", "findings", "found")
+    names = ("verdict", "reason", "exercised", "findings", "found", "kinds", "known", "otherwise")
     results = [{"check": result.id, **{name: getattr(result, name) for name in names}} for result in report.results]
     return replace(report, results=()), results
 

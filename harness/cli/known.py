@@ -11,6 +11,7 @@ from rollproof.errors import UsageError
 from rollproof.expected import Outcome
 from rollproof.report import Report
 from rollproof.stacks.matrix import Matrix
+from rollproof.ways import Ways
 
 __all__ = ["Known"]
 
@@ -39,12 +40,16 @@ class Known:
         """By target: the checks that are known to fail, with the reason."""
         return {name: self.matrix.known(self.version, part) for name, part in self.parts.items()}
 
+    def ways(self) -> dict[str, Ways]:
+        """By target: how those checks are known to fail."""
+        return {name: self.matrix.ways(self.version, part) for name, part in self.parts.items()}
+
     def deviations(self, reports: Iterable[Report], judged: Collection[str]) -> list[str]:
         """What the reports say otherwise, of the checks that were ``judged``."""
         said = []
         for report in reports:
             outcome, part = Outcome.of_report(report.to_dict()), self.parts[report.subject]
-            said += self.matrix.deviations(self.version, part, outcome.verdicts, judged)
+            said += self.matrix.deviations(self.version, part, outcome, judged)
             canary = report.canary
             if canary is not None and canary.planted is not None and not canary.red:
                 said.append(f"{report.subject}: the canary stayed green ({canary.planted}): its other verdicts cannot be trusted.")

@@ -89,6 +89,7 @@ def verify(
         only=ids,
         flavours=tuple(flavour or ()),
         expected=known.reasons() if known else {target.name: listed.reasons(target.name) for target in targets} if listed else {},
+        ways=known.ways() if known else {target.name: listed.ways(target.name) for target in targets} if listed else {},
         witness_dir=witness_dir,
     )
     try:

@@ -13,10 +13,13 @@ One TOML file a stack, in ``verdicts/``. Format::
     upstream = "SkyRL#1835"                 # optional: issue or pull request
     fails."lifecycle.flags" = ["client"]    # must fail in these parts
     may_fail."stitch.tokens" = ["client"]   # an honest consequence that some schedules show and others do not
+    shows."lifecycle.flags" = ["a flag is ignored"]           # of each that fails: the kinds of its findings
+    shows."stitch.tokens" = ["sampled tokens are missing"]
+    after = ["aborts mid-decode"]           # optional: situations, one of which arose in every case that shows it
     unknown."gap.x" = ["client"]            # cannot be decided, for the reason that `name` gives
 
-A check that fails though no entry names it, one that passes though ``fails`` names it, and one that is unknown though no entry
-says so are deviations.
+A check that fails though no entry names it, one that finds something of another kind or in another situation than its entries say, one
+that passes though ``fails`` names it or shows nothing of that entry, and one that is unknown though no entry says so are deviations.
 """
 
 from __future__ import annotations
@@ -29,19 +32,26 @@ from typing import Any, Self
 
 from rollproof.checks import default_registry
 from rollproof.errors import ExpectationError, UsageError
+from rollproof.expected import Outcome
+from rollproof.scenarios import SITUATIONS
+from rollproof.ways import Way
 
 __all__ = ["Entry", "Matrix"]
 
 _KINDS = ("fault", "choice", "open")
 _TEXTS = ("name", "kind", "where", "script", "upstream")
 _TABLES = ("fails", "may_fail", "unknown")
+_WAYS = ("shows", "after")
 Parts = Mapping[str, tuple[str, ...]]
-_FAILED = ("fail", "expected fail")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One known deed of a stack; ``fails``, ``may_fail`` and ``unknown`` map check ids to the parts that it concerns."""
+    """One known deed of a stack; ``fails``, ``may_fail`` and ``unknown`` map check ids to the parts that it concerns.
+
+    ``shows`` maps the ids of checks that fail to the kinds of their findings. ``after`` are situations: each case that shows the deed
+    has one of them, where there are any.
+    """
 
     name: str
     kind: str
@@ -52,6 +62,8 @@ class Entry:
     fails: Parts = field(default_factory=dict)
     may_fail: Parts = field(default_factory=dict)
     unknown: Parts = field(default_factory=dict)
+    shows: Parts = field(default_factory=dict)
+    after: tuple[str, ...] = ()
 
     @property
     def told(self) -> str:
@@ -101,21 +113,44 @@ class Matrix:
                 found.update({check: entry.told for check in _concerning(entry, checks, version, part) if check not in found})
         return found
 
-    def deviations(self, version: str, part: str, verdicts: Mapping[str, str], judged: Collection[str] | None = None) -> list[str]:
-        """One sentence for each verdict (in the words of the JSON report) that is not the expected one, of the checks ``judged`` (all)."""
-        must, may, undecided = (
-            {check for entry in self.entries for check in _concerning(entry, getattr(entry, table), version, part)} for table in _TABLES
+    def ways(self, version: str, part: str) -> dict[str, tuple[Way, ...]]:
+        """How the checks of ``known`` are known to fail."""
+        return {
+            check: tuple(
+                Way(reason=entry.told, kinds=entry.shows[check], after=entry.after)
+                for entry in self.entries
+                if any(check in _concerning(entry, table, version, part) for table in (entry.fails, entry.may_fail))
+            )
+            for check in self.known(version, part)
+        }
+
+    def deviations(self, version: str, part: str, outcome: Outcome, judged: Collection[str] | None = None) -> list[str]:
+        """One sentence for each verdict of a run held to ``ways`` that is not the expected one, of the checks ``judged`` (all)."""
+        fails, may, undecided = (
+            {
+                check: [entry for entry in self.entries if check in _concerning(entry, getattr(entry, table), version, part)]
+                for entry in self.entries
+                for check in _concerning(entry, getattr(entry, table), version, part)
+            }
+            for table in _TABLES
         )
         said = []
-        for check, verdict in verdicts.items():
-            where = f"{self.stack} {version} {part}: {check}"
-            if verdict in _FAILED and check not in must | may:
+        for check, verdict in outcome.verdicts.items():
+            where, failed = f"{self.stack} {version} {part}: {check}", outcome.fails(check)
+            listed = fails.get(check, [])
+            if failed and not listed and check not in may:
                 said.append(f"{where} fails, and no entry of the matrix says why: a new fault, or a false alarm.")
-            elif check in must and verdict not in _FAILED:
+            elif failed and outcome.otherwise.get(check):
+                kinds = ", ".join(f"{kind!r} ({count})" for kind, count in outcome.otherwise[check].items())
+                said.append(f"{where} fails otherwise than the matrix says, by findings of the kind {kinds}.")
+            elif listed and not failed:
                 said.append(f"{where} is listed as failing ({self.known(version, part)[check]}), but its verdict is {verdict}.")
             elif verdict == "unknown" and check not in undecided:
                 said.append(f"{where} is unknown, and no entry of the matrix says why.")
-        absent = sorted(must - set(verdicts) if judged is None else must.intersection(judged) - set(verdicts))
+            if failed:
+                missed = [entry.told for entry in listed if entry.told not in outcome.known.get(check, ())]
+                said += [f"{where} fails, but shows nothing of what is listed: {told}." for told in missed]
+        absent = sorted(set(fails) - set(outcome.verdicts) if judged is None else set(fails).intersection(judged) - set(outcome.verdicts))
         return said + [f"{self.stack} {version} {part}: {check} is listed as failing, but was not judged." for check in absent]
 
 
@@ -124,7 +159,7 @@ def _concerning(entry: Entry, checks: Parts, version: str, part: str) -> list[st
 
 
 def _problems(table: Mapping[str, Any], pinned: tuple[str, ...]) -> list[str]:
-    said = [f"unknown key {key!r}" for key in sorted(set(table) - {*_TEXTS, *_TABLES, "versions"})]
+    said = [f"unknown key {key!r}" for key in sorted(set(table) - {*_TEXTS, *_TABLES, *_WAYS, "versions"})]
     said += [f"{key} is missing" for key in ("name", "kind", "versions") if not table.get(key)]
     said += [f"{key} must be text" for key in _TEXTS if not isinstance(table.get(key, ""), str)]
     if table.get("kind") not in _KINDS:
@@ -134,6 +169,12 @@ def _problems(table: Mapping[str, Any], pinned: tuple[str, ...]) -> list[str]:
     said += [f"no check is named {check}" for check in sorted(named - set(default_registry().ids))]
     if not named:
         said.append(f"no check is named under {', '.join(_TABLES)}")
+    failing = {check for kind in ("fails", "may_fail") for check in table.get(kind, {})}
+    shows: Mapping[str, Any] = table.get("shows", {})
+    said += [f"shows must say of which kinds the findings of {check} are" for check in sorted(failing) if not shows.get(check)]
+    said += [f"shows names {check}, which does not fail" for check in sorted(set(shows) - failing)]
+    stray = sorted(set(table.get("after", ())) - SITUATIONS)
+    said += [f"after names {name!r}, which no run counts" for name in stray]
     if table.get("kind") in ("fault", "choice") and not table.get("script"):
         said.append("a fault or a choice is shown by a script of docs/track_record")
     return said
@@ -141,5 +182,5 @@ def _problems(table: Mapping[str, Any], pinned: tuple[str, ...]) -> list[str]:
 
 def _entry(table: Mapping[str, Any]) -> Entry:
     texts: dict[str, Any] = {key: table[key] for key in _TEXTS if key in table}
-    checks: dict[str, Any] = {kind: {check: tuple(parts) for check, parts in table.get(kind, {}).items()} for kind in _TABLES}
-    return Entry(**texts, versions=tuple(table["versions"]), **checks)
+    checks: dict[str, Any] = {kind: {check: tuple(listed) for check, listed in table.get(kind, {}).items()} for kind in (*_TABLES, "shows")}
+    return Entry(**texts, versions=tuple(table["versions"]), after=tuple(table.get("after", ())), **checks)

@@ -106,7 +106,7 @@ subject = "A"
 
     assert "entry 1 (routes.row): no check has this id: did you mean routes.rows" in text
     assert "entry 2 (routes.rows): reason is missing." in text
-    assert "entry 3 (stitch.tokens): unknown key 'colour'; valid keys are check, reason, issue, since, expires, subject." in text
+    assert "entry 3 (stitch.tokens): unknown key 'colour'; valid keys are check, reason, issue, shows, since, expires, subject." in text
     assert "entry 3 (stitch.tokens): since must be a date without quotes, such as 2026-11-28." in text
     assert "entry 4 (routes.position): expired on 2026-11-28: fix the fault, or decide anew" in text
     assert "entry 6 (stitch.tokens): listed twice." in text

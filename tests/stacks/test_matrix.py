@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollproof.errors import ExpectationError, UsageError
+from rollproof.expected import Outcome
 from rollproof.stacks import STACKS, release_of
 from rollproof.stacks.matrix import Matrix
 
@@ -25,6 +26,9 @@ script = "x.py"
 upstream = "x#1"
 fails."routes.rows" = ["client"]
 may_fail."routes.position" = ["client"]
+shows."routes.rows" = ["too many route rows"]
+shows."routes.position" = ["route rows stand at the wrong positions"]
+after = ["resumes"]
 
 [[entry]]
 name = "nobody looks"
@@ -40,6 +44,16 @@ def test_a_known_check_is_told_with_its_reason() -> None:
     told = "rows are doubled (fault, x#1)"
     assert {"routes.rows": told, "routes.position": told} == matrix.known("1.0", "client")
     assert {} == matrix.known("1.0", "batch") == matrix.known("2.0", "client")
+
+
+TOLD = "rows are doubled (fault, x#1)"
+
+
+def outcome(verdicts: dict[str, str], *, known: bool = True, otherwise: dict[str, int] | None = None) -> Outcome:
+    """Of a run in which checks that failed showed what is known of them, or not, and so many findings of other kinds of ``routes.rows``."""
+    failed = [check for check, verdict in verdicts.items() if verdict in ("fail", "expected fail")]
+    seen = dict.fromkeys(failed, (TOLD,)) if known else {}
+    return Outcome(subject="x", verdicts=verdicts, known=seen, otherwise={"routes.rows": otherwise or {}})
 
 
 @pytest.mark.parametrize(
@@ -58,14 +72,25 @@ def test_a_known_check_is_told_with_its_reason() -> None:
 )
 def test_whatever_the_matrix_does_not_say_is_a_deviation(verdicts: dict[str, str], said: list[str]) -> None:
     """Unexpected failures, passes and unknowns are told, one sentence each; what may fail may pass."""
-    found = Matrix.parse("x", TEXT).deviations("1.0", "client", verdicts)
+    found = Matrix.parse("x", TEXT).deviations("1.0", "client", outcome(verdicts))
     assert len(said) == len(found)
     assert all(text in sentence for text, sentence in zip(said, found, strict=True))
 
 
+def test_a_known_failure_that_finds_something_else_is_a_deviation() -> None:
+    """A finding of another kind is told with how many there are, and so is a failure that shows nothing of what is listed."""
+    matrix = Matrix.parse("x", TEXT)
+    more = outcome({"routes.rows": "fail"}, otherwise={"too few route rows": 3})
+    assert ["x 1.0 client: routes.rows fails otherwise than the matrix says, by findings of the kind 'too few route rows' (3)."] == (
+        matrix.deviations("1.0", "client", more)
+    )
+    other = outcome({"routes.rows": "fail"}, known=False, otherwise={"too few route rows": 3})
+    assert f"x 1.0 client: routes.rows fails, but shows nothing of what is listed: {TOLD}." == matrix.deviations("1.0", "client", other)[1]
+
+
 def test_checks_that_were_not_asked_for_are_no_deviation() -> None:
     """A run with --only is held to what it judged."""
-    assert [] == Matrix.parse("x", TEXT).deviations("1.0", "client", {"stitch.tokens": "pass"}, ["stitch.tokens"])
+    assert [] == Matrix.parse("x", TEXT).deviations("1.0", "client", outcome({"stitch.tokens": "pass"}), ["stitch.tokens"])
 
 
 @pytest.mark.parametrize(
@@ -76,6 +101,9 @@ def test_checks_that_were_not_asked_for_are_no_deviation() -> None:
         ('versions = ["1.0"]', 'versions = ["3.0"]', "rows are doubled: version 3.0 is not pinned"),
         ("routes.rows", "routes.rowz", "rows are doubled: no check is named routes.rowz"),
         ('script = "x.py"', "", "rows are doubled: a fault or a choice is shown by a script of docs/track_record"),
+        ('shows."routes.rows" = ["too many route rows"]', "", "shows must say of which kinds the findings of routes.rows are"),
+        ('shows."routes.rows"', 'shows."stitch.tokens"', "shows names stitch.tokens, which does not fail"),
+        ('after = ["resumes"]', 'after = ["resume"]', "rows are doubled: after names 'resume', which no run counts"),
         ('upstream = "x#1"', "upstrem = 1", "rows are doubled: unknown key 'upstrem'"),
         ('unknown."routes.presence" = ["client"]', "", "nobody looks: no check is named under fails, may_fail, unknown"),
         ("[[entry]]", "[[entry", "is not TOML"),

@@ -1,0 +1,126 @@
+"""Watchdog: ends a step of somebody else's code that never gives control back, which a virtual clock cannot see.
+
+A coroutine that loops without awaiting, or waits in real time (``time.sleep`` in a loop), stops everything: no other task runs, and no
+virtual deadline passes. A thread looks once a second whether the event loop still turns. It is slow to judge, because a machine may be
+slow: a step is given up when it has had so many seconds of processor time, and of real time too, or five times as many of the latter.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+from rollproof.errors import UsageError
+
+__all__ = ["STUCK", "VARIABLE", "GivenUp", "Watchdog", "limit"]
+
+VARIABLE = "ROLLPROOF_STUCK_AFTER"
+"""The environment variable with the seconds after which a step is given up; 0: never."""
+STUCK = "a step did not end"
+"""How it begins that a step was given up."""
+_LIMIT = 120.0
+_IDLE = 5
+"""How many times as long a step may take that uses no processor."""
+_TICK = 1.0
+_FRAMES = 6
+_WARNING = 3
+"""How often a step is given up before it is said that it handles that, or waits where Python cannot interrupt it."""
+
+
+class GivenUp(BaseException):
+    """Raised into a step that never ends, from outside of it."""
+
+
+def limit() -> float:
+    """Seconds after which a step is given up. Raises ``UsageError`` for a value of the environment variable that is no number >= 0."""
+    given = os.environ.get(VARIABLE, "")
+    try:
+        seconds = float(given) if given else _LIMIT
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise UsageError(f"{VARIABLE}={given!r} must be a number of seconds, 0 for no limit.")
+    return seconds
+
+
+class Watchdog:
+    """While it is entered, raises ``GivenUp`` in the thread that entered it when ``progress()`` stays the same for too long.
+
+    ``told`` then says for how long, and where that thread was. It is asked for the innermost lines of other code than ``rollproof``'s.
+    """
+
+    def __init__(self, progress: Callable[[], int], seconds: float) -> None:
+        self.told: str | None = None
+        self._progress = progress
+        self._seconds = seconds
+        self._over = _thread.allocate_lock()
+        self._raising = _thread.allocate_lock()
+        self._ended = False
+        self._times = 0
+        self._watched = _thread.get_ident()
+
+    def __enter__(self) -> Self:
+        if self._seconds:
+            self._over.acquire()
+            # not threading.Thread: a subject that lists its threads does not see it, and there is one for each of thousands of cases
+            _thread.start_new_thread(self._watch, ())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._seconds:
+            with self._raising:
+                self._ended = True
+                if self.told is not None:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), None)
+            self._over.release()
+
+    def _watch(self) -> None:
+        seen, real, used = self._progress(), 0.0, time.process_time()
+        before = time.monotonic()
+        while not self._over.acquire(timeout=_TICK):
+            now = time.monotonic()
+            real += min(now - before, 2 * _TICK)  # a machine that slept in between was not waited for
+            before = now
+            turned = self._progress()
+            if turned != seen:
+                seen, real, used = turned, 0.0, time.process_time()
+                continue
+            busy = time.process_time() - used
+            if (real >= self._seconds and busy >= self._seconds) or real >= _IDLE * self._seconds:
+                self._give_up(real, busy)
+                real, used = self._seconds - 5 * _TICK, time.process_time() - self._seconds  # soon again: it may have been handled
+
+    def _give_up(self, real: float, busy: float) -> None:
+        with self._raising:
+            if self._ended:
+                return
+            frame = sys._current_frames().get(self._watched)
+            if self.told is None:
+                self.told = (
+                    f"{STUCK} within {real:.0f} s ({busy:.0f} s of processor time): it never awaits, "
+                    f"or waits in real time, at {_place(frame)} ({VARIABLE} sets another limit)"
+                )
+            self._times += 1
+            if self._times == _WARNING:
+                sys.stderr.write(f"rollproof: {self.told}. It cannot be ended from outside: end this process.\n")
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(GivenUp))
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost lines of other code than rollproof's, outermost first: ``poll (client.py:31) > wait (client.py:40)``."""
+    names: list[str] = []
+    while frame is not None and len(names) < _FRAMES:
+        ours = str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("rollproof", "asyncio")
+        if not ours:
+            names.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+        elif names:
+            break
+        frame = frame.f_back
+    return " > ".join(reversed(names)) or "a place that is not known"

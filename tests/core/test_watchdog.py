@@ -1,0 +1,151 @@
+"""The watchdog: a step that never gives control back is ended and told, and a slow one is not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from rollproof import watchdog
+from rollproof.batching import judge_batches
+from rollproof.campaign import run_conformance
+from rollproof.case import Case
+from rollproof.checks import Verdict
+from rollproof.errors import SubjectError, UsageError
+from rollproof.fakes.managers import AsSampled
+from rollproof.records import Request, Rollout
+from rollproof.runner import run_case
+from tests.support.batches import Padder
+from tests.support.running import CASE, result_of
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is given up after a third of a second."""
+    monkeypatch.setattr(watchdog, "_TICK", 0.05)
+    monkeypatch.setenv(watchdog.VARIABLE, "0.3")
+
+
+class Busy(AsSampled):
+    """Polls without awaiting: no other task of the loop runs, so what it waits for never comes."""
+
+    async def rollout(self, request: Request) -> Any:
+        while self.fleet is not None:
+            pass
+
+
+class Sleepy(AsSampled):
+    """Polls in real time."""
+
+    async def rollout(self, request: Request) -> Any:
+        while True:
+            time.sleep(0.01)  # noqa: ASYNC251 - what is tested
+
+
+@pytest.mark.parametrize("subject", [Busy, Sleepy])
+def test_a_rollout_that_never_awaits_hangs(subject: type) -> None:
+    """The request ends as one that hung, with the line where it loops; the run goes on to the next case."""
+    error = result_of(run_case(subject, CASE)).error or ""
+
+    assert error.startswith("a step did not end within ")
+    assert "it never awaits, or waits in real time, at rollout (test_watchdog.py:" in error
+    assert "(ROLLPROOF_STUCK_AFTER sets another limit)" in error
+
+
+def test_a_campaign_ends_after_two_of_them() -> None:
+    """Each costs minutes: what was judged until then is told, checks that saw nothing are unknown, and the note says where it loops."""
+    report = run_conformance(Busy, cases=[CASE] * 5, canary=False)
+    verdicts = {result.id: result.verdict for result in report.results}
+
+    assert 2 == report.cases
+    assert (Verdict.FAIL, Verdict.UNKNOWN) == (verdicts["lifecycle.no-hang"], verdicts["stitch.tokens"])
+    assert "stopped after 2 of 5 cases, in 2 of which a step did not end within" in report.notes[0]
+    assert "at rollout (test_watchdog.py:" in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"), [("start", "`start` never ended: a step did not end"), ("stop", "when its rollouts had ended")]
+)
+def test_a_start_or_stop_that_never_awaits_is_told(method: str, message: str) -> None:
+    """Such a subject cannot be run, and the error says where it loops."""
+
+    def loops(self: AsSampled, *_args: Any) -> None:
+        while True:
+            pass
+
+    with pytest.raises(SubjectError, match=f"{message}.*at loops .test_watchdog.py:"):
+        run_case(type("Looping", (AsSampled,), {method: loops}), CASE)
+
+
+def test_a_loop_that_handles_every_exception_is_told_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python cannot end it from outside, so the user is told to."""
+
+    class Stubborn(AsSampled):
+        async def rollout(self, request: Request) -> Any:
+            for _ in range(4):
+                try:
+                    while True:
+                        pass
+                except BaseException:  # noqa: S110, BLE001 - what is tested
+                    pass
+            return await super().rollout(request)
+
+    result_of(run_case(Stubborn, CASE))
+
+    assert "It cannot be ended from outside: end this process." in capsys.readouterr().err
+
+
+def test_many_slow_steps_are_none_that_never_ends() -> None:
+    """A slow machine, or a slow stack: the limit is that of one step, however many there are."""
+
+    class Slow(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            for _ in range(4):
+                time.sleep(0.15)  # noqa: ASYNC251 - what is tested
+                await asyncio.sleep(0)
+            return await super().rollout(request)
+
+    assert result_of(run_case(Slow, CASE)).error is None
+
+
+def test_a_step_that_waits_for_the_processor_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real time alone is not enough: a step without processor time has five times as long."""
+    monkeypatch.setattr(time, "process_time", lambda: 0.0)
+
+    class Starved(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            end = time.monotonic() + 0.9
+            while time.monotonic() < end:
+                pass
+            return await super().rollout(request)
+
+    assert result_of(run_case(Starved, CASE)).error is None
+
+
+def test_nothing_is_given_up_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 turns it off; what is no number of seconds is refused."""
+    monkeypatch.setenv(watchdog.VARIABLE, "0")
+    assert 0.0 == watchdog.limit()
+    monkeypatch.delenv(watchdog.VARIABLE)
+    assert 120.0 == watchdog.limit()
+    for wrong in ("soon", "-1", "nan"):
+        monkeypatch.setenv(watchdog.VARIABLE, wrong)
+        with pytest.raises(UsageError, match="must be a number of seconds, 0 for no limit"):
+            run_case(AsSampled, Case(flavour="sglang", requests=CASE.requests))
+
+
+def test_a_conversion_that_never_ends_is_a_refusal_and_the_last_one() -> None:
+    """The other batches would take as long each."""
+
+    class Looping(Padder):
+        def collate(self, samples: Any) -> Any:
+            while True:
+                pass
+
+    report = judge_batches(Looping)
+    accepts = next(result for result in report.results if result.id == "batch.accepts")
+
+    assert 1 == report.cases
+    assert "a step did not end within" in accepts.findings[0].observed

@@ -1,0 +1,148 @@
+"""Ways: a check that is known to fail in one way fails otherwise all the same."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rollproof
+from rollproof.campaign import merge_reports, run_conformance
+from rollproof.case import Action, ActionKind, Case, Trigger
+from rollproof.fakes.managers import AsSampled, Sample
+from rollproof.judge import judge
+from rollproof.records import EngineOutput, Request
+from rollproof.report import Report
+from rollproof.scenarios import SITUATIONS
+from rollproof.store import load_trace
+from rollproof.ways import Way, hold
+
+REQUEST = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=5)
+PLAIN = Case(flavour="sglang", requests=(REQUEST,))
+RESUMED = Case(flavour="sglang", requests=(REQUEST,), actions=(Action(when=Trigger(request="r0", tokens=2), do=ActionKind.ABORT),))
+KNOWN = Way(reason="verl#6029", kinds=("too many route rows",), after=("resumes",))
+
+
+class Concatenates(AsSampled):
+    """The known fault: the whole array of every resumed call is appended."""
+
+    def routes_start(self, sample: Sample) -> int:
+        return 0
+
+    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+        if output.routes is not None:
+            sample.rows = output.routes if sample.rows is None else np.concatenate([sample.rows, output.routes])
+
+
+class LosesARow(Concatenates):
+    """A second fault of the same check, of another kind: the first row of a call that was not resumed is lost."""
+
+    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+        super().merge_routes(sample, sent, output)
+        if output.finish_reason is not rollproof.FinishReason.ABORT and sent == len(sample.request.prompt_ids) and sample.rows is not None:
+            sample.rows = sample.rows[1:]
+
+
+class DoublesAlways(Concatenates):
+    """A second fault of the same check and the same kind, where the known one cannot be: nothing was resumed."""
+
+    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+        super().merge_routes(sample, sent, output)
+        if sent == len(sample.request.prompt_ids) and sample.rows is not None:
+            sample.rows = np.concatenate([sample.rows, sample.rows])
+
+
+def _judged(subject: type, witness_dir: Path | None = None, way: Way = KNOWN) -> Report:
+    return run_conformance(
+        subject,
+        cases=[RESUMED, PLAIN],
+        only=["routes.rows"],
+        expected={"routes.rows": "verl#6029"},
+        ways={"routes.rows": (way,)},
+        witness_dir=witness_dir,
+        canary=False,
+    )
+
+
+def test_the_known_fault_alone_is_expected() -> None:
+    """Findings of the known kind, each in a case in which the known situation arose, fail nothing; their reason is told."""
+    report = _judged(Concatenates)
+    (result,) = report.results
+
+    assert (0, 1) == (report.summary["fail"], report.summary["expected_fail"])
+    assert (("verl#6029",), {}, {"too many route rows": result.found}) == (result.known, result.otherwise, result.kinds)
+
+
+@pytest.mark.parametrize(("subject", "kind"), [(LosesARow, "too few route rows"), (DoublesAlways, "too many route rows")])
+def test_a_second_fault_of_the_same_check_fails(subject: type, kind: str, tmp_path: Path) -> None:
+    """Of another kind, or in another situation: it is counted, shrunk, shown and written, and the check fails."""
+    report = _judged(subject, tmp_path)
+    (result,) = report.failed
+
+    assert {kind: 1} == result.otherwise
+    assert {kind} == {finding.kind for finding in result.findings}
+    witness = load_trace(tmp_path / "routes.rows.json")
+    assert () == Case.from_dict(dict(witness.header.case or {})).actions
+    assert "routes.rows" in judge(witness).failed
+    assert "fail" == report.to_dict()["checks"][0]["verdict"]
+    assert 1 == report.exit_code
+
+
+def test_without_ways_whatever_a_check_finds_is_expected() -> None:
+    """Who only says that a check fails is taken at their word."""
+    report = run_conformance(LosesARow, cases=[RESUMED, PLAIN], only=["routes.rows"], expected={"routes.rows": "known"}, canary=False)
+
+    assert (0, 1) == (report.summary["fail"], report.summary["expected_fail"])
+
+
+def test_a_report_is_held_to_kinds_alone() -> None:
+    """Where the cases are not known, a way that names no situation covers its kinds, and one that does covers none."""
+    report = run_conformance(Concatenates, cases=[RESUMED], only=["routes.rows"], expected={"routes.rows": "known"}, canary=False)
+
+    assert () == hold(report, {"routes.rows": (Way(reason="r", kinds=KNOWN.kinds),)}).failed
+    assert ("routes.rows",) == tuple(result.id for result in hold(report, {"routes.rows": (KNOWN,)}).failed)
+
+
+def test_an_unexpected_failure_of_one_part_is_not_excused_by_another() -> None:
+    """Reports of several subjects put together: what one is known to fail, and another fails unexpectedly, fails."""
+    merged = merge_reports("both", [_judged(Concatenates), _judged(LosesARow)])
+
+    assert ("routes.rows",) == tuple(result.id for result in merged.failed)
+    assert {"too few route rows": 1} == dict(merged.results[0].otherwise)
+
+
+def test_every_situation_that_is_counted_is_a_known_name() -> None:
+    """What a way may name is what runs count."""
+    source = Path(str(rollproof.__file__)).parent / "scenarios.py"
+    calls = [node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    counted = {
+        text.value
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "_add"
+        for text in ast.walk(call)
+        if isinstance(text, ast.Constant) and isinstance(text.value, str) and " " in text.value and not text.value.endswith(" ")
+    }
+
+    assert 25 < len(counted)
+    assert set() == counted - SITUATIONS
+
+
+def test_kinds_hold_no_counts() -> None:
+    """Each finding with a title that is put together says its kind, or its parts are few: no kind has a number from the data in it."""
+    bare = []
+    for path in sorted((Path(str(rollproof.__file__)).parent / "invariants").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "finding" and node.args:
+                counting = any(isinstance(part, ast.Name) and part.id in ("count", "share", "len") for part in ast.walk(node.args[0]))
+                kinds = [keyword.value for keyword in node.keywords if keyword.arg == "kind"]
+                bare += [f"{path.name}:{node.lineno}"] if counting and not kinds else []
+                bare += [
+                    f"{path.name}:{node.lineno}"
+                    for kind in kinds
+                    for part in ast.walk(kind)
+                    if isinstance(part, ast.Name) and part.id in ("count", "share")
+                ]
+
+    assert [] == bare
