@@ -57,7 +57,7 @@ class Claim:
     @property
     def refused(self) -> str | None:
         """Why nothing may be run although the driver knows of a free card; ``None`` where something may."""
-        return "; ".join(self.left) if self.left and not self.hidden else None
+        return f"{'; '.join(self.left)}: CUDA_VISIBLE_DEVICES gives each its own" if self.left and not self.hidden else None
 
     def release(self) -> None:
         """Show again what was hidden, and let others claim what was claimed."""

@@ -146,7 +146,7 @@ def test_a_card_that_another_session_claimed_is_not_used(run: Runner, monkeypatc
     assert f"GPUs: 1 (NVIDIA H100 80GB HBM3); left alone: {told_of}" in told
     outcomes, told = run((Card(),), "--rollproof-require-gpu")
     assert 1 == outcomes.get("failed", 0) + outcomes.get("errors", 0)
-    assert f"{told_of}; a GPU was required" in told
+    assert f"{told_of}: CUDA_VISIBLE_DEVICES gives each its own; a GPU was required" in told
     other.release()
     outcomes, _ = run((Card(), Card()), "--rollproof-require-gpu")
     assert {"passed": 2, "deselected": 2} == outcomes
