@@ -19,6 +19,7 @@ from rollproof.gap import measure
 
 NUMERICS = "numerics only"
 EXPECTED = {
+    "numerics only": NUMERICS,
     "raw logprobs": "temperature or logprob mode",
     "trainer temperature": "temperature or logprob mode",
     "top-": "truncated support (top-p or top-k)",

@@ -33,7 +33,7 @@ class GapWorld:
 
 
 def gap_columns(fault: str, *, seed: int, world: GapWorld | None = None) -> dict[str, Any]:
-    """Columns (``rollproof.gap.pairs.COLUMNS``) of a data set with ``fault`` (a key of ``GAP_FAULTS``; ``numerics only`` is none)."""
+    """Columns (``rollproof.gap.pairs.COLUMNS``) of a data set with ``fault``, a key of ``GAP_FAULTS``; ``numerics only`` is none."""
     draw = _Draw(world or GapWorld(), np.random.default_rng(seed))
     GAP_FAULTS[fault](draw)
     return draw.columns()
@@ -179,6 +179,11 @@ def _versions(draw: _Draw, true: Callable[[npt.NDArray[np.int64]], npt.NDArray[n
     draw.sides |= {"version": tags, "by_version": {v: draw.logprobs(weights[v] + noise) for v in range(1, 5)}}
 
 
+def _every_version(draw: _Draw) -> None:
+    """Scores under several versions, and every tag is that of the version that sampled: no fault."""
+    _versions(draw, lambda tag: tag)
+
+
 def _wrong_version(draw: _Draw) -> None:
     """The tag names a version one later than the one that sampled."""
     _versions(draw, lambda tag: tag - 1)
@@ -251,6 +256,7 @@ def _not_finite(draw: _Draw) -> None:
 
 GAP_FAULTS: Mapping[str, Callable[[_Draw], None]] = {
     "numerics only": _numerics,
+    "numerics only, every version": _every_version,
     "raw logprobs, T=0.6": _raw_logprobs(0.6),
     "raw logprobs, T=0.8": _raw_logprobs(0.8),
     "raw logprobs, T=1.2": _raw_logprobs(1.2),

@@ -19,8 +19,10 @@ from rollproof.gap.intervals import Interval, Resampler
 from rollproof.gap.law_causes import LAW_RULES
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.quantiles import abs_diff
+from rollproof.gap.strays import other_versions
+from rollproof.gap.wording import some_of
 
-__all__ = ["FEW", "boundary", "few_sequences", "lag", "replica", "versions"]
+__all__ = ["FEW", "beside_usual", "boundary", "few_sequences", "lag", "replica", "versions"]
 
 FEW = 5
 """Sequences of a replica below which it is not judged."""
@@ -74,7 +76,7 @@ def versions(scene: Scene) -> Cause | None:
         return None
     where, fits = next(((where, fits) for where, part in _sides_of_a_resume(pairs) if (fits := _fits(pairs, tags, part))), ("", {}))
     if not fits:
-        return None
+        return _some_sequences(pairs)
     told = ", ".join(f"tag {tag}: version {best}" for tag, best in list(fits.items())[:4]) + where
     stuck = len(fits) > 1 and len(set(fits.values())) == 1
     return Cause(
@@ -83,7 +85,26 @@ def versions(scene: Scene) -> Cause | None:
         because=f"the rollout's logprobs fit another version than the one that they are tagged with ({told})",
         advice="The engine keeps answering from old weights: the update did not reach it, or is smaller than its precision resolves."
         if stuck
-        else "The tag is published before or after the weights: read it from the weights that sampled, and score under that version.",
+        else _TAG,
+    )
+
+
+_TAG = "The tag is published before or after the weights: read it from the weights that sampled, and score under that version."
+
+
+def _some_sequences(pairs: TokenPairs) -> Cause | None:
+    """Sequences that another version fits, where most are tagged rightly."""
+    found = other_versions(pairs, beside_usual(pairs)[1])
+    if not found:
+        return None
+    fits = {(stray.tag, stray.version): None for stray in found}
+    told = ", ".join(f"tag {tag}: version {version}" for tag, version in list(fits)[:4])
+    return Cause(
+        name=CauseName.WRONG_VERSION,
+        confidence=0.9,
+        because=f"in {some_of([stray.sequence for stray in found], pairs.sequences)} the rollout's logprobs fit another version than the"
+        f" one that they are tagged with ({told})",
+        advice=_TAG,
     )
 
 
@@ -95,7 +116,7 @@ def boundary(scene: Scene) -> Cause | None:
     if since is None or not scene.signs.tokens:
         return None
     away = (since < 0) | (since >= NEAR)
-    size, usual = _beside_usual(pairs, away)
+    size, usual = beside_usual(pairs, away)
     usual = np.maximum(usual, ROUNDING)
     inside = _times_usual(pairs, away, size, usual)
     typical = 0.0 if inside.value == 0 else inside.high
@@ -122,7 +143,7 @@ def _times_usual(pairs: TokenPairs, own: BoolArray, size: FloatArray, usual: Flo
     return Resampler(np.stack(sums, axis=1)[np.bincount(owner, minlength=count) > 0], resamples=200).ratio(0, 1)
 
 
-def _beside_usual(pairs: TokenPairs, among: BoolArray | None = None) -> tuple[FloatArray, FloatArray]:
+def beside_usual(pairs: TokenPairs, among: BoolArray | None = None) -> tuple[FloatArray, FloatArray]:
     """``(n,)`` |d| of each token (0 where not finite), and the mean of tokens (of all, or those ``among``) of about its rollout logprob.
 
     Some prompts are harder than others, and their tokens less certain: only what is beside that is of a replica, or of a version.
@@ -158,7 +179,7 @@ def replica(scene: Scene) -> Cause | None:
     pairs = scene.pairs
     if "replica" not in pairs.sides or not scene.signs.tokens:
         return None
-    size, usual = _beside_usual(pairs)
+    size, usual = beside_usual(pairs)
     side = pairs.sides["replica"]
     told = known(side)
     names, codes = np.unique(side[told], return_inverse=True)
@@ -201,7 +222,7 @@ def lag(scene: Scene) -> Cause | None:
     if len(row) < 2 or age is None:
         return None
     codes, labels = bucket_codes(age)
-    size, usual = _beside_usual(scene.pairs)
+    size, usual = beside_usual(scene.pairs)
     found = [_times_usual(scene.pairs, codes == code, size, usual) for code in range(len(labels))]
     fresh, oldest = found[0], found[-1]
     if float(size.sum()) < ROUNDING * len(size):
@@ -215,6 +236,9 @@ def lag(scene: Scene) -> Cause | None:
         confidence=beyond(oldest.value / max(fresh.value, 1e-12), 1),
         because=f"mean |d| rises from {row[0].abs_diff.value:.2g} at {labels[0]} versions of age to {row[-1].abs_diff.value:.2g}"
         f" at {labels[-1]}: from {fresh.value:.2g} to {oldest.value:.2g} times what tokens of such logprobs have",
-        advice="Score each token under the weights that sampled it to see the engine mismatch alone; what rises with age is the"
-        " policy's own change.",
+        advice="The scores are of the weights that sampled, so that this is no change of the policy: look at what was different when the"
+        " old tokens were sampled (kept KV cache, precision), and whether their versions are tagged rightly."
+        if "current_logprob" in scene.pairs.sides or len(scene.pairs.by_version) > 1
+        else "Score each token under the weights that sampled it to see the engine mismatch alone; what rises with age is the policy's own"
+        " change.",
     )

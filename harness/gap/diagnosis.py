@@ -162,12 +162,12 @@ _ROWS = (
 
 def _polluted(scene: Scene) -> Cause | None:
     routes = scene.signs.routes
-    if routes is None or not (routes.healthy < 0.15 and (0.01 < routes.polluted < 0.9 or routes.strange)):
+    if routes is None or not (routes.healthy < 0.15 and (0.01 < routes.polluted < 0.9 or routes.strange or routes.rare)):
         return None
-    whole = f" (all of {counted(routes.strange, 'sequence')})" if routes.strange else ""
+    whole = f" (all of {counted(routes.strange, 'sequence')})" if routes.strange else f" ({routes.rare:,})" if routes.rare else ""
     return Cause(
         name=CauseName.POLLUTED,
-        confidence=max(beyond(routes.polluted, 0.01), 0.9 if routes.strange else 0.5),
+        confidence=max(beyond(routes.polluted, 0.01), 0.9 if routes.strange or routes.rare else 0.5),
         because=f"{routes.polluted:.1%} of the tokens{whole} agree with the trainer's routes no better than chance in all layers, while"
         f" the others differ in {routes.healthy:.1%} of their slots",
         advice="Rows of a draft model, of another request or of padding stand in the capture: check speculative decoding, and"

@@ -15,7 +15,8 @@ from rollproof.gap.limits import Limits
 from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.panel import Panel
 from rollproof.gap.report import FEW_SEQUENCES
-from rollproof.gap.wording import counted
+from rollproof.gap.strays import tilted, torn
+from rollproof.gap.wording import counted, listed, some_of
 
 __all__ = ["declared", "notes_of"]
 
@@ -42,6 +43,7 @@ def _of_the_tokens(pairs: TokenPairs) -> Iterator[str]:
     elif pairs.n_sequences < FEW_SEQUENCES:
         few = counted(pairs.n_sequences, "sequence", "are")
         yield f"{few} too few for intervals over sequences: measure at least {FEW_SEQUENCES}, better 64."
+    yield from _strays(pairs)
     yield from _padding(pairs)
     if pairs.scattered:
         yield (
@@ -63,11 +65,30 @@ def _of_the_tokens(pairs: TokenPairs) -> Iterator[str]:
             " is wrong."
         )
     if replicas := few_sequences(pairs):
-        some = ", ".join(map(str, replicas[:6])) + (" ..." if len(replicas) > 6 else "")
         yield (
-            f"{counted(len(replicas), 'replica')} sampled fewer than {FEW} sequences ({some}): of so few it cannot be told whether a"
-            " replica is stale."
+            f"{counted(len(replicas), 'replica')} sampled fewer than {FEW} sequences ({listed(replicas)}): of so few it cannot be told"
+            " whether a replica is stale."
         )
+
+
+def _strays(pairs: TokenPairs) -> Iterator[str]:
+    """Sequences that stand apart from all others, in too small a share to be a cause of the whole."""
+    lost = {stray.sequence: stray.lean for stray in torn(pairs)}
+    if lost:
+        yield (
+            f"In {some_of(list(lost), pairs.sequences)} the two sides have little in common: they agree which tokens are likely at"
+            f" {(1 + max(lost.values())) / 2:.0%} of them at most. Look for samples that were swapped, or"
+            " scored beside another text."
+        )
+    bent = [stray for stray in tilted(pairs) if stray.sequence not in lost]
+    for own, sharper in (([stray.sequence for stray in bent if (stray.lean > 0) is way], way) for way in (True, False)):
+        if own:
+            more, less = ("more", "less") if sharper else ("less", "more")
+            yield (
+                f"{some_of(own, pairs.sequences)} stand{'s' if len(own) == 1 else ''} apart: likely tokens are {more} likely to the"
+                f" trainer there than to the rollout, and unlikely ones {less}, as at another temperature, in another logprob mode, or"
+                " under weights of another age. Look at those by themselves."
+            )
 
 
 def _versions_that_are_not_looked_at(pairs: TokenPairs) -> Iterator[str]:

@@ -72,6 +72,10 @@ class GapReport:
             self.verdicts[name] is GapVerdict.INCONCLUSIVE and self.limits.limits[name].judge(self.panel.metrics[name]) is GapVerdict.FAIL
         )
 
+    def within_limits(self, cause: Cause) -> bool:
+        """Whether a cause other than numerics is told of a gap that passes: it may be meant, and asks for nothing."""
+        return self.verdict is GapVerdict.PASS and not cause.harmless
+
     def aliased(self) -> dict[str, float]:
         """The numbers under the names that verl, NeMo-RL, slime, prime-rl, TRL, SkyRL and others log; NaN where nothing was measured."""
         from rollproof.gap.aliases import aliased
@@ -171,8 +175,9 @@ def gap_lines(report: GapReport) -> Iterator[Line]:
             value, ends = _told(panel.metrics[name])
             yield Style.FAINT, _ROW.format("", name, value, "none: few tokens decide" if _bare(name) else ends, "", "").rstrip()
     for cause in report.causes:
-        style = Style.GOOD if cause.harmless else Style.BAD
-        yield style, _wrapped(f"  diagnosis: {cause.name} (confidence {cause.confidence:.2f}): {cause.because}", " " * 13)
+        style = Style.GOOD if cause.harmless else Style.BAD if report.verdict is GapVerdict.FAIL else Style.DOUBT
+        sure = f"confidence {cause.confidence:.2f}" + ("; every limit holds" if report.within_limits(cause) else "")
+        yield style, _wrapped(f"  diagnosis: {cause.name} ({sure}): {cause.because}", " " * 13)
         if cause.advice:
             yield Style.PLAIN, _wrapped(f"{' ' * 13}{cause.advice}", " " * 13)
     if report.decomposition is not None:

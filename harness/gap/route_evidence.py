@@ -7,12 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollproof.gap.agreement import Selections, selections
-from rollproof.gap.pairs import TokenPairs
+from rollproof.gap.pairs import BoolArray, TokenPairs
 from rollproof.gap.shifts import ENOUGH, STEPS, Shift, lost_shift, moved_layers, moved_tokens, route_shift
+from rollproof.records import IntArray
 
 __all__ = ["RouteEvidence", "route_evidence"]
 
 _SLOTS = 8
+_MANY_SLOTS = 24
+"""Slots of a row of which no healthy one has as many wrong as chance has, where a token has several experts a layer."""
+_HANDFUL = 5
 _ROWS = 20
 _ALMOST = 0.9
 """A sequence of at least so many rows, of which so many agree no better than chance, is another request's: healthy ones never are."""
@@ -27,7 +31,7 @@ class RouteEvidence:
     ``token_shift`` and ``layer_shift`` map a shift to the mismatch that is left when the trainer's rows are moved by it; ``shift`` is one
     that mends a part of the tokens or layers. ``polluted`` is the share of tokens whose rows agree no better than chance, ``healthy`` the
     mismatch of the others; NaN where a token has so few slots (``_SLOTS``) that one flip could look so. ``strange`` counts the sequences
-    of which hardly a row agrees better.
+    of which hardly a row agrees better, and ``rare`` single rows that agree no better where hardly any are between those and the good.
     ``dull_layers`` are leading layers of the axis whose rows hold no selection (one expert several times, or negative).
     """
 
@@ -38,6 +42,7 @@ class RouteEvidence:
     polluted: float
     healthy: float
     strange: int
+    rare: int
     dull_layers: int
 
 
@@ -68,8 +73,15 @@ def route_evidence(pairs: TokenPairs) -> RouteEvidence | None:
         polluted=float(lost.mean()) if many else float("nan"),
         healthy=float(row[well].mean()) if well.any() else float("nan"),
         strange=int(((known >= _ROWS) & (gone > _ALMOST * known)).sum()) if many else 0,
+        rare=_rare(lost, told & (row > 0.35 * chance), owner) if top_k > 1 and left.layers * top_k >= _MANY_SLOTS else 0,
         dull_layers=int(np.argmax(captured)) if captured.any() else left.layers,
     )
+
+
+def _rare(lost: BoolArray, poor: BoolArray, owner: IntArray) -> int:
+    """Lost rows, but for the last of each sequence, which may be a filler; 0 where they are a handful, or the tail of poor ones."""
+    inner = int((lost[:-1] & (owner[:-1] == owner[1:])).sum())
+    return inner if inner >= _HANDFUL and 4 * int((poor & ~lost).sum()) <= inner else 0
 
 
 def _missed(left: Selections, right: Selections) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from rollproof.gap.agreement import Selections
 from rollproof.gap.columns import BoolArray, FloatArray
 from rollproof.gap.pairs import TokenPairs
-from rollproof.gap.wording import counted
+from rollproof.gap.wording import counted, listed
 from rollproof.records import IntArray
 
 __all__ = [
@@ -80,7 +80,7 @@ class Shift:
         """In words: ``in layer 3 alone, in the last third of 6 of 60 sequences``."""
         told = []
         if self.layers is not None:
-            some = ", ".join(map(str, self.layers[:6])) + (" ..." if len(self.layers) > 6 else "")
+            some = listed(self.layers)
             told.append(f"in layer {some} alone" if len(self.layers) == 1 else f"in layers {some}")
         if self.tokens:
             told.append(f"at {counted(self.tokens, 'token')} of {counted(self.sequences, 'sequence')}")

@@ -12,6 +12,7 @@ from rollproof.gap.causes import CauseName
 
 EXPECTED = {
     "numerics only": "numerics only",
+    "numerics only, every version": "numerics only",
     "raw logprobs, T=0.6": "temperature or logprob mode",
     "raw logprobs, T=0.8": "temperature or logprob mode",
     "raw logprobs, T=1.2": "temperature or logprob mode",

@@ -1,0 +1,100 @@
+"""How often single sequences are told to stand apart: of healthy sets (never, it should be), and where a few in a hundred have a fault.
+
+python benchmarks/gap_strays.py [--sets 200] [--profile moe-bf16 ...]
+
+Healthy sets of the closed form: 64 sequences of 500 tokens, 256 of 200, 16 of 4,000, 64 of 500 whose noise is spread twice as far. Faults
+are of the mechanistic fake, with full distributions: every set takes its sequences anew out of 1,024 healthy ones and 64 of each fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+from gap_coverage import pool
+
+from rollproof.fakes.gap import PROFILES, closed_form, noise_scale
+from rollproof.fakes.gap_faults import GapWorld, gap_columns
+from rollproof.gap.column_causes import beside_usual
+from rollproof.gap.pairs import TokenPairs
+from rollproof.gap.strays import other_versions, tilted, torn
+
+LENGTH = 500
+SHAPES = ((64, 500, 0.5), (256, 200, 0.5), (16, 4000, 0.5), (64, 500, 1.0))
+"""Sequences, tokens of each, and the log-spread of the noise between them."""
+HEALTHY = "numerics only, every version"
+FAULTS = ("raw logprobs, T=0.6", "raw logprobs, T=0.8", "raw logprobs, T=1.2", "trainer temperature, T=0.7", "lost weights", "top-p 0.90")
+VERSIONED = ("wrong version", "stuck weights")
+
+
+def told(columns: dict[str, Any]) -> set[int]:
+    """Indexes of the sequences that stand apart."""
+    pairs = TokenPairs.of(**columns)
+    found = (*tilted(pairs), *torn(pairs), *(other_versions(pairs, beside_usual(pairs)[1]) if pairs.by_version else ()))
+    return {stray.sequence for stray in found}
+
+
+def false_alarms(profile: str, sets: int) -> None:
+    for sequences, length, cluster in SHAPES:
+        rng, wrong = np.random.default_rng(11), 0
+        for _ in range(sets):
+            rollout = rng.choice(pool(), (sequences, length))
+            trainer = closed_form(rollout, noise_scale(PROFILES[profile], sequences, length, rng, cluster=cluster), rng)
+            wrong += bool(told(laid_out({"rollout_logprob": rollout, "trainer_logprob": trainer})))
+        print(f"{profile:18} {sequences:4} sequences of {length:5}, spread {cluster}: told in {wrong} of {sets} healthy sets", flush=True)
+
+
+def laid_out(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Columns, of arrays ``(sequences, tokens)``."""
+    shape = arrays["rollout_logprob"].shape
+    scores = {int(name.removeprefix("@")): array.ravel() for name, array in arrays.items() if name.startswith("@")}
+    rest = {name: array.ravel() for name, array in arrays.items() if not name.startswith("@")}
+    return {"sequence_id": np.repeat(np.arange(shape[0]), shape[1]), "mask": np.ones(shape[0] * shape[1], bool)} | rest | (
+        {"by_version": scores} if scores else {}
+    )  # fmt: skip
+
+
+def stock(fault: str, profile: str, worlds: int) -> dict[str, Any]:
+    """Arrays ``(64 * worlds, tokens)`` of the fault: the logprobs, and where there are versions ``version`` and ``@VERSION``."""
+    parts = []
+    for seed in range(worlds):
+        world = GapWorld(sequences=64, length=LENGTH, profile=PROFILES[profile], layers=1, experts=8, top_k=2)
+        own = gap_columns(fault, seed=seed, world=world)
+        own |= {f"@{version}": scores for version, scores in own.pop("by_version", {}).items()}
+        parts.append(
+            {name: own[name].reshape(64, -1) for name in own if name in ("rollout_logprob", "trainer_logprob", "version") or "@" in name}
+        )
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def detection(profile: str, sets: int) -> None:
+    healthy = stock(HEALTHY, profile, 16)
+    for fault in (*FAULTS, *VERSIONED):
+        faulty, rng, rates, wrong = stock(fault, profile, 1), np.random.default_rng(3), [], 0
+        names = list(healthy) if fault in VERSIONED else ["rollout_logprob", "trainer_logprob"]
+        for sequences in (64, 256, 1000):
+            for share in (0.01, 0.02, 0.05):
+                planted, seen = max(1, round(share * sequences)), 0
+                for _ in range(max(3, sets // sequences)):
+                    good, bad = rng.permutation(1024)[: sequences - planted], rng.permutation(64)[:planted]
+                    found = told(laid_out({name: np.concatenate([faulty[name][bad], healthy[name][good]]) for name in names}))
+                    seen += len({at for at in found if at < planted}) / planted
+                    wrong += len({at for at in found if at >= planted})
+                rates.append(f"{seen / max(3, sets // sequences):4.0%}")
+        print(f"{profile:18} {fault:28} found of 1, 2, 5 % of 64: {' '.join(rates[:3])}  of 256: {' '.join(rates[3:6])}", end="  ")
+        print(f"of 1,000: {' '.join(rates[6:])}  healthy ones accused: {wrong}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sets", type=int, default=200)
+    parser.add_argument("--profile", nargs="*", choices=list(PROFILES), default=list(PROFILES))
+    options = parser.parse_args()
+    for profile in options.profile:
+        false_alarms(profile, options.sets)
+        detection(profile, 10 * options.sets)
+
+
+if __name__ == "__main__":
+    main()
