@@ -13,6 +13,7 @@ from rollproof import clock
 from rollproof.case import EngineOptions, Model
 from rollproof.fakes.http.backing import Backing, ServeOptions
 from rollproof.fakes.http.line import Line
+from rollproof.fakes.http.request_fields import FIELDS
 from rollproof.fakes.http.serving import FACES
 
 RECORDED = Path(__file__).parent.parent / "tests" / "http" / "recorded"
@@ -52,6 +53,7 @@ def http_page() -> Iterator[str]:
     yield "`rollproof serve` (see [doors](doors.md)) answers as these servers do. The faces are compared with recordings of the real"
     yield "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs, and why: tests/http/unlike.py.\n"
     yield from _start()
+    yield from _fields()
     for name, shown in SHOWN.items():
         yield f"\n## {name}\n\nEndpoints: {', '.join(f'`{path}`' for path in clock.run(lambda name=name: _paths(name)))}.\n"
         yield f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the face answers."
@@ -86,6 +88,22 @@ the transcripts have `w0`.
   samples follows from its prompt, the weights and `--seed` alone, so that the samples of `n > 1` are equal.
 - A request that is wrong has the status and the form that the real server gives it; an endpoint that is none is a 404.
 - `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them a stack tells of its samples ([doors](doors.md))."""
+
+
+def _fields() -> Iterator[str]:
+    """What of each request model is answered, refused, and taken without effect."""
+    yield "\n## Fields of a request\n"
+    yield "Every field of the real servers' request models is answered, or refused with 400 where it asks for something (one that is null,"
+    yield "false, 0 or empty does not), or changes nothing of an answer of the fake. A name that no model has is passed over."
+    for model, fields in FIELDS.items():
+        yield f"\n**{model}**\n\n- answered: {_names(sorted(fields.answered))}"
+        for word, table in ("refused", fields.refused), ("without effect", fields.idle):
+            for reason in dict.fromkeys(table.values()):
+                yield f"- {word}, for {reason}: {_names(sorted(name for name in table if table[name] == reason))}"
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _server(name: str) -> str:

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from rollproof.fakes.http.bodies import BadRequest, Uncaught, field
+from rollproof.fakes.http.request_fields import FIELDS, refuse_unanswered
 
 __all__ = ["check_sglang", "check_vllm", "check_vllm_request", "vllm_salt"]
 
@@ -64,6 +65,7 @@ _VLLM: Mapping[str, Rule] = {
 _TOLD = ("temperature", "top_p")
 """Fields that vLLM names in its error."""
 
+_SGLANG_FIELDS = FIELDS["sglang sampling_params"]
 _NOT_IN_SALTS = frozenset("@/\\\0")
 
 
@@ -72,6 +74,7 @@ def check_sglang(sampling: Mapping[str, Any]) -> None:
     stray = sorted(set(sampling).difference(_SGLANG))
     if stray:
         raise Uncaught(f"sampling_params has {stray}")
+    refuse_unanswered(sampling, _SGLANG_FIELDS)
     for name in sampling:
         rule = _SGLANG[name]
         if rule is not None:

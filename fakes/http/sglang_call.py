@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from rollproof.fakes.http.backing import Backing, RoutesForm, Wanted
 from rollproof.fakes.http.bodies import BadRequest, dumped, field, text_of, token_ids, words_of
+from rollproof.fakes.http.request_fields import FIELDS, refuse_unanswered
 from rollproof.fakes.http.sampling_rules import check_sglang
 from rollproof.fakes.http.wire import as_int32, compact
 from rollproof.records import EngineOutput, FinishReason, Version
 
 if TYPE_CHECKING:
     from rollproof.fakes.calls import EngineCall
+
+_FIELDS = FIELDS["sglang /generate"]
 
 __all__ = ["UNLIMITED", "SglangCall", "finish_of", "indexed", "last_logprob", "meta_of", "native_chunk", "native_reply", "shown_version"]
 
@@ -84,6 +87,7 @@ class SglangCall:
     @classmethod
     def read(cls, body: Mapping[str, Any], backing: Backing) -> SglangCall:
         """Read the body of ``/generate``: one prompt, or a list of them."""
+        refuse_unanswered(body, _FIELDS)
         ids, text = body.get("input_ids"), body.get("text")
         if ids is None and text is None:
             raise BadRequest("Either text, input_ids or input_embeds should be provided.")
@@ -119,6 +123,9 @@ def _of_each(body: Mapping[str, Any], name: str, kind: type, default: Any, promp
 def _salts(body: Mapping[str, Any], prompts: int, each: int | None) -> list[dict[str, str]]:
     """What keeps the prefix of each prompt from others in the cache, as parameters of the calls; an empty text is as good as none."""
     given = [(name, _of_each(body, name, str, None, each)) for name in ("cache_salt", "extra_key") if body.get(name)]
+    for name, values in given:
+        if isinstance(body[name], list) and None in values:  # of a list SGLang wants an empty text for none
+            raise BadRequest(f"Every {name} should be a string.")
     if not given:
         return [{}] * prompts
     return [{name: values[number] for name, values in given if values[number]} for number in range(prompts)]

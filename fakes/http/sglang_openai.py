@@ -18,6 +18,7 @@ from rollproof.fakes.failures import BadCall
 from rollproof.fakes.http.asgi import Answer, Asked, Ending, Events, Whole
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, dumped, field, text_of, token_ids, words_of
+from rollproof.fakes.http.request_fields import FIELDS, refuse_unanswered
 from rollproof.fakes.http.sglang_call import UNLIMITED, SglangCall, finish_of, last_logprob, meta_of, shown_version
 from rollproof.fakes.http.wire import as_int32
 from rollproof.records import EngineOutput
@@ -53,6 +54,7 @@ class OpenAI:
 
     async def _completions(self, asked: Asked) -> Answer:
         body = _body(asked)
+        refuse_unanswered(body, FIELDS["sglang /v1/completions"])
         prompts, listed = self._prompts(body)
         if body.get("max_tokens") == 0:
             raise BadRequest("1 validation error: max_tokens must be at least 1.", malformed=True)
@@ -64,6 +66,7 @@ class OpenAI:
 
     async def _chat(self, asked: Asked) -> Answer:
         body = _body(asked)
+        refuse_unanswered(body, FIELDS["sglang /v1/chat/completions"])
         text = messages_text(body)
         given = body.get("input_ids")
         prompt = words_of(text, self._backing.vocab) if given is None else token_ids(given, "input_ids", self._backing.vocab)
@@ -257,7 +260,8 @@ class _Chat(_Completion):
         self, body: Mapping[str, Any], index: int, wanted: Wanted, output: EngineOutput, taken: float, backing: Backing
     ) -> dict[str, Any]:
         message = {"role": "assistant", "content": text_of(output.token_ids), "reasoning_content": None, "tool_calls": None}
-        logprobs = None if output.logprobs is None or not wanted.logprobs else _content(output.token_ids, output.logprobs.tolist())
+        asked = output.logprobs is not None and wanted.logprobs
+        logprobs = _content(body, output.token_ids, output.logprobs.tolist()) if asked and output.logprobs is not None else None
         choice = {"index": index, "message": message, "logprobs": logprobs, **_ending(output)}
         if body.get("return_prompt_token_ids") or body.get("return_token_ids"):
             choice["prompt_token_ids"] = list(wanted.prompt)
@@ -276,7 +280,7 @@ class _Chat(_Completion):
     def delta(
         self, body: Mapping[str, Any], wanted: Wanted, index: int, tokens: Sequence[int], logprobs: Sequence[float]
     ) -> dict[str, Any]:
-        content = _content(tokens, logprobs) if wanted.logprobs else None
+        content = _content(body, tokens, logprobs) if wanted.logprobs else None
         return self._part(body, wanted, index, {"reasoning_content": None, "content": text_of(tokens) + " "}, logprobs=content)
 
     def closing(self, body: Mapping[str, Any], wanted: Wanted, index: int, output: EngineOutput, told: int) -> dict[str, Any]:
@@ -320,13 +324,13 @@ def _ending(output: EngineOutput) -> dict[str, Any]:
     return {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
 
 
-def _content(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    return {
-        "content": [
-            {"token": f"w{token}", "bytes": list(f"w{token}".encode()), "logprob": logprob, "top_logprobs": []}
-            for token, logprob in zip(tokens, logprobs, strict=True)
-        ]
-    }
+def _content(body: Mapping[str, Any], tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    """The logprobs of a chat; where the best of each token are asked for, that of the sampled one."""
+    own = [
+        {"token": f"w{token}", "bytes": list(f"w{token}".encode()), "logprob": logprob}
+        for token, logprob in zip(tokens, logprobs, strict=True)
+    ]
+    return {"content": [{**one, "top_logprobs": [one] if body.get("top_logprobs") else []} for one in own]}
 
 
 def _usage(prompt: int, sampled: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rollproof.fakes.http.asgi import Answer, Asked, Ending, Endpoints, Events, 
 from rollproof.fakes.http.backing import Backing, Wanted
 from rollproof.fakes.http.bodies import BadRequest, dumped, field, token_ids, words_of
 from rollproof.fakes.http.private import private_endpoints
+from rollproof.fakes.http.request_fields import FIELDS, refuse_unanswered
 from rollproof.fakes.http.sampling_rules import check_vllm_request
 from rollproof.fakes.http.sglang_call import last_logprob
 from rollproof.fakes.http.telling import told_endpoints
@@ -103,6 +104,8 @@ class _Calls:
             raise BadRequest("1 validation error: token_ids must hold ids, none negative.", malformed=True, param="body.token_ids")
         ids = token_ids(given, "token_ids", self._backing.vocab)
         sampling = field(body, "sampling_params", dict, {})
+        refuse_unanswered(body, FIELDS["vllm /inference/v1/generate"])
+        refuse_unanswered(sampling, FIELDS["vllm sampling_params"])
         try:
             call = VllmCall(asked, body, [ids], sampling, self._backing, prefix="generate-tokens-", default=None)
         except BadRequest as error:
@@ -127,6 +130,7 @@ class _Calls:
     async def completions(self, asked: Asked) -> Answer:
         body = self._body(asked)
         check_vllm_request(body)
+        refuse_unanswered(body, FIELDS["vllm /v1/completions"])
         call = VllmCall(asked, body, self._prompts(body), body, self._backing, prefix="cmpl-", default=16)
         if call.stream:
             return Events(self._streamed(asked, call, CompletionPart(self._backing, call)))
@@ -143,6 +147,7 @@ class _Calls:
     async def chat(self, asked: Asked) -> Answer:
         body = self._body(asked)
         check_vllm_request(body)
+        refuse_unanswered(body, FIELDS["vllm /v1/chat/completions"])
         ids = words_of(self._text(body), self._backing.vocab)
         call = VllmCall(asked, body, [ids], body, self._backing, prefix="chatcmpl-", default=None)
         if call.stream:
@@ -192,6 +197,9 @@ class _Calls:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise BadRequest("1 validation error: messages must be a list of objects.", malformed=True, param="body.messages")
         words = [message.get("content") for message in messages]
+        kinds = {part.get("type", "text") for one in words if isinstance(one, list) for part in one if isinstance(part, dict)}
+        if not kinds <= {"text", "input_text"}:
+            raise BadRequest(f"The model takes text alone, and the messages hold {sorted(map(str, kinds))}.")
         parts = [
             " ".join(str(part.get("text") or "") for part in one if isinstance(part, dict)) if isinstance(one, list) else str(one or "")
             for one in words

@@ -24,6 +24,7 @@ __all__ = [
     "chat_choice",
     "completion_choice",
     "described",
+    "echoed_logprobs",
     "envelope",
     "finish_of",
     "prompt_logprobs",
@@ -178,10 +179,9 @@ def completion_choice(call: VllmCall, index: int, prompt: Sequence[int], output:
     text = text_of(output.token_ids[:shown])
     logprobs = None
     if call.top is not None and output.logprobs is not None:
-        logprobs = completion_logprobs(call, output.token_ids[:shown], output.logprobs.tolist()[:shown])
-    echoed = _echoed(call, prompt, logprobs, backing) if call.echo and logprobs is not None else None
-    if echoed is None and call.prompt_logprobs:
-        echoed = prompt_logprobs(prompt, backing)
+        before = prompt if call.echo else ()
+        logprobs = echoed_logprobs(call, before, output.token_ids[:shown], output.logprobs.tolist()[:shown], backing)
+    echoed = prompt_logprobs(prompt, backing) if call.prompt_logprobs or (call.echo and logprobs is not None) else None
     return {
         "index": index,
         "text": f"{text_of(prompt)} {text}".rstrip() if call.echo else text,
@@ -195,14 +195,16 @@ def completion_choice(call: VllmCall, index: int, prompt: Sequence[int], output:
     }
 
 
-def _echoed(call: VllmCall, prompt: Sequence[int], logprobs: dict[str, Any], backing: Backing) -> list[Any]:
-    """Lay the prompt's tokens before the sampled ones; gives ``prompt_logprobs``. The first token has none."""
+def echoed_logprobs(
+    call: VllmCall, prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float], backing: Backing, offset: int = 0
+) -> dict[str, Any]:
+    """The flat form of sampled tokens, with those of an echoed ``prompt`` before them, of which the first has none."""
+    if not prompt:
+        return completion_logprobs(call, tokens, logprobs, offset)
     values = backing.policy.logprobs(backing.engine.version, prompt, 1).tolist()
-    before = completion_logprobs(call, prompt, [0.0, *values])
-    before["token_logprobs"][0] = before["top_logprobs"][0] = None
-    for name, given in before.items():
-        logprobs[name] = given + logprobs[name]
-    return prompt_logprobs(prompt, backing)
+    flat = completion_logprobs(call, [*prompt, *tokens], [0.0, *values, *logprobs], offset)
+    flat["token_logprobs"][0] = flat["top_logprobs"][0] = None
+    return flat
 
 
 def prompt_logprobs(prompt: Sequence[int], backing: Backing) -> list[Any]:

@@ -23,6 +23,7 @@ class Part:
         self.backing: Backing = backing
         self.call: VllmCall = call
         self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         return []
@@ -49,12 +50,23 @@ class CompletionPart(Part):
     def choice(self, index: int, tokens: Any, logprobs: list[float], output: EngineOutput | None) -> dict[str, Any]:
         call, first = self.call, index not in self._begun
         self._begun.add(index)
-        flat = None if call.top is None else written.completion_logprobs(call, tokens, logprobs)
-        text = text_of(tokens) if output is not None else text_of(tokens) + " "
+        prompt = call.wanted()[index].prompt if first and (call.token_ids or call.echo) else None
+        shown = [] if call.echo_alone else list(tokens)
+        flat = None
+        if call.top is not None:
+            offset = self._offsets.get(index, 0)
+            before = prompt if call.echo and prompt is not None else ()
+            flat = written.echoed_logprobs(call, before, shown, logprobs[: len(shown)], self.backing, offset)
+            self._offsets[index] = offset + sum(map(len, flat["tokens"]))
+        # where ids are returned, too, the prompt is not repeated as text
+        words = [*(prompt or ()), *shown] if call.echo and not call.token_ids else shown
+        text = text_of(words) if output is not None else text_of(words) + " "
         choice = {"index": index, "text": text, "logprobs": flat}
         choice |= {"finish_reason": None if output is None else written.finish_of(output), "stop_reason": None}
-        prompt = list(call.wanted()[index].prompt) if call.token_ids and first else None
-        choice |= {"prompt_token_ids": prompt, "token_ids": list(tokens) if call.token_ids else None}
+        choice |= {
+            "prompt_token_ids": None if prompt is None else list(prompt),
+            "token_ids": list(tokens) if call.token_ids else None,
+        }
         return choice
 
 
