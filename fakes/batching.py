@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Container, Iterator
 
 from rollproof.case import EngineOptions
+from rollproof.errors import RollproofError, SubjectError
 from rollproof.fakes.calls import EngineCall, replies_to
 from rollproof.fakes.coded import CodedPolicy
 from rollproof.fakes.flavours import Flavour
 from rollproof.fakes.kv import PrefixCache
 from rollproof.records import FinishReason, Version
+from rollproof.telling import told_with_place
 from rollproof.trace import Admit, Recorder, Reply
 
 __all__ = ["Batch", "EngineHooks"]
@@ -215,14 +217,31 @@ class Batch:
 
     def reply(self, call: EngineCall) -> Reply:
         """The reply of a call that ended. With the first one that is asked for, those of all that ended are made: together they take half
-        the time.
+        the time. Raises ``SubjectError`` where the policy fails on this very call.
         """
-        if call.reply is None:
+        if call.reply is None and call.trouble is None:
             ended, self._ended = self._ended, []
-            for one, reply in zip(ended, replies_to(ended, self._policy, self._flavour), strict=True):
-                one.reply = reply
+            try:
+                for one, reply in zip(ended, replies_to(ended, self._policy, self._flavour), strict=True):
+                    one.reply = reply
+            except Exception:  # noqa: BLE001 - whatever a policy of the user's raises: only the calls that it fails on have no reply
+                for one in ended:
+                    self._reply_alone(one)
+        if call.trouble is not None:
+            raise call.trouble
         assert call.reply is not None, "what ended is answered once"
         return call.reply
+
+    def _reply_alone(self, call: EngineCall) -> None:
+        try:
+            (call.reply,) = replies_to([call], self._policy, self._flavour)
+        except RollproofError as error:
+            call.trouble = error
+        except Exception as error:  # noqa: BLE001 - as above
+            call.trouble = SubjectError(
+                f"The policy {type(self._policy).__name__} raised {told_with_place(error)} when the reply to call {call.call_id} was made."
+            )
+            call.trouble.__cause__ = error
 
     def drop(self, call: EngineCall) -> None:
         """Forget a call that nobody waits for."""

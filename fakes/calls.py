@@ -11,6 +11,7 @@ import numpy as np
 
 from rollproof.contract import Filler, LayerAxis, Rows
 from rollproof.engine_terms import StreamMode
+from rollproof.errors import RollproofError
 from rollproof.fakes.coded import CodedPolicy, State, VersionSpan
 from rollproof.fakes.flavours import Flavour, Recompute, VersionTag
 from rollproof.fakes.kv import KeySpan, Kv, as_spans, clipped, key_of
@@ -64,8 +65,9 @@ class EngineCall:
     many tokens on, tokens are sampled under this key, shown under this label. ``kept`` are rows that outlive their KV.
     ``started`` says that it left the queue at least once, ``held`` that it may not leave it in this step, ``deferred``
     that the engine has not looked yet whether it is finished. ``watched``: the hooks want to see each of its tokens.
-    ``shares``: its KV may go into the prefix cache; not when that was cleared since, and below ``root`` there. ``heard`` is that
-    of the ``wire``. ``ended`` says why it ended, and the server's label then; ``future`` that it did, and its ``reply`` can be made.
+    ``shares``: its KV may go into the prefix cache; not when that was cleared since, and below ``root`` there. ``heard`` is that of the
+    ``wire``. ``ended`` says why it ended, and the server's label then; ``future`` that it did, and its ``reply`` can be made, or there is
+    ``trouble`` with that.
     """
 
     call_id: int
@@ -104,6 +106,7 @@ class EngineCall:
     used: int = 0
     ended: tuple[FinishReason, Version] | None = None
     reply: Reply | None = None
+    trouble: RollproofError | None = None
     wire: Wire = AT_HAND
     heard: Callable[[EngineCall], None] | None = None
 
