@@ -25,7 +25,7 @@ _AHEAD = 64
 """Tokens that are drawn at once; those of a call that is cut off before are drawn for nothing."""
 _BURST = 31
 """Steps that a turn of the event loop costs more than."""
-_TOGETHER = 24
+_TOGETHER = 4
 """Calls from which on it is sooner to draw their first tokens together."""
 
 

@@ -14,7 +14,9 @@ from rollproof.engine_terms import StreamMode
 from rollproof.errors import RollproofError
 from rollproof.fakes.coded import CodedPolicy, State, VersionSpan
 from rollproof.fakes.flavours import Flavour, Recompute, VersionTag
+from rollproof.fakes.hashing import hashes_of_many
 from rollproof.fakes.kv import KeySpan, Kv, as_spans, clipped, key_of
+from rollproof.narrow import narrow
 from rollproof.records import EngineOutput, FinishReason, IntArray, LogprobArray, Span, Version
 from rollproof.trace import Reply
 
@@ -27,6 +29,7 @@ class Wire:
 
     ``stream`` is how the reply is streamed; ``heard`` is then told of each token. Without ``delivered`` the reply gets lost, and it
     comes ``late`` seconds late. ``left`` says whether the caller has gone away. ``sent`` is the call whose reply was sent off as delivered.
+    ``narrow``: routes may be ``rollproof.narrow.Narrow``, as whoever gets them and the trace know of it.
     """
 
     stream: StreamMode | None = None
@@ -35,6 +38,7 @@ class Wire:
     late: float = 0.0
     left: Callable[[], bool] | None = None
     sent: int | None = None
+    narrow: bool = False
 
     @property
     def open(self) -> bool:
@@ -154,10 +158,14 @@ def replies_to(calls: Sequence[EngineCall], policy: CodedPolicy, flavour: Flavou
     tokens, rows = [_token_keys(call) for call in calls], [call.rows() for call in calls]
     scored = [i for i, call in enumerate(calls) if call.want_logprobs and (call.sampled or flavour.empty_logprobs)]
     routed = [i for i, call in enumerate(calls) if _shows_routes(call, rows[i], flavour)]
-    logprobs = policy.logprobs_many([(_versions(tokens[i]), calls[i].ids, calls[i].prompt_len, len(calls[i].ids)) for i in scored])
     held = [rows[i][-1].stop if rows[i] else 0 for i in routed]
+    hashes = hashes_of_many([call.ids for call in calls])
+    logprobs = policy.logprobs_many(
+        [(_versions(tokens[i]), calls[i].ids, calls[i].prompt_len, len(calls[i].ids)) for i in scored], [hashes[i] for i in scored]
+    )
     routes = policy.routes_many(
-        [(_versions(rows[i]), calls[i].ids, min(calls[i].routes_start, stop), stop) for i, stop in zip(routed, held, strict=True)]
+        [(_versions(rows[i]), calls[i].ids, min(calls[i].routes_start, stop), stop) for i, stop in zip(routed, held, strict=True)],
+        [hashes[i] for i in routed],
     )
     logprobs_of, routes_of = dict(zip(scored, logprobs, strict=True)), dict(zip(routed, routes, strict=True))
     return [_reply(call, tokens[i], rows[i], logprobs_of.get(i), routes_of.get(i), policy, flavour) for i, call in enumerate(calls)]
@@ -175,7 +183,7 @@ def _reply(
     assert call.ended is not None
     reason, label = call.ended
     start, stop = call.prompt_len, len(call.ids)
-    labels = tuple(Span(start=low, end=high, version=version) for low, high, version in _joined(_stretches(call.labels, call.sampled)))
+    labels = tuple([Span(start=low, end=high, version=version) for low, high, version in _joined(_stretches(call.labels, stop - start))])
     if logprobs is not None:
         logprobs.flags.writeable = call.wire is AT_HAND  # what nobody writes to, a trace need not copy
     output = EngineOutput(
@@ -223,7 +231,11 @@ def _shown_routes(call: EngineCall, routes: IntArray, policy: CodedPolicy, flavo
     """``(rows, layers, top_k)`` as the flavour lays them out."""
     if flavour.layer_axis is LayerAxis.MOE:
         routes = routes[:, list(policy.moe_layers)]
-    routes = np.ascontiguousarray(routes, dtype=flavour.dtype(policy.num_experts))
+    kind = flavour.dtype(policy.num_experts)
+    if call.wire.narrow and flavour.rows is not Rows.ALL and np.can_cast(routes.dtype, kind):
+        routes = narrow(routes, kind)
+    else:
+        routes = np.ascontiguousarray(routes, dtype=kind)
     if flavour.rows is Rows.ALL:
         routes = np.concatenate([routes, filler_rows(flavour.final_row, 1, routes)])
     routes.flags.writeable = flavour.writable and call.wire is AT_HAND
@@ -305,8 +317,9 @@ def _from_zero(spans: tuple[Span, ...], start: int) -> tuple[Span, ...]:
 
 
 def _shown_version(flavour: Flavour, labels: tuple[Span, ...], admitted: Version, now: Version) -> Version:
-    last = labels[-1].version if labels else now
-    return {VersionTag.EMISSION: now, VersionTag.ADMISSION: admitted, VersionTag.SPANS_AND_LAST: last}.get(flavour.version_tag)
+    if flavour.version_tag is VersionTag.SPANS_AND_LAST:
+        return labels[-1].version if labels else now
+    return {VersionTag.EMISSION: now, VersionTag.ADMISSION: admitted}.get(flavour.version_tag)
 
 
 def _shown_spans(flavour: Flavour, labels: tuple[Span, ...], now: Version) -> tuple[Span, ...]:

@@ -33,7 +33,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.errors import CaseError, UsageError
-from rollproof.fakes.hashing import F1, F2, MASK, MIX, N_STEP, STEP, Hashes, finish, mixed, prefix_hashes
+from rollproof.fakes.cells import TABLE_BITS, cells_of
+from rollproof.fakes.hashing import F1, F2, MASK, MIX, N_STEP, STEP, Hashes, finish, prefix_hashes
+from rollproof.fakes.lanes import draw_lanes
 from rollproof.records import IntArray, LogprobArray, Version
 
 if TYPE_CHECKING:
@@ -48,9 +50,8 @@ VersionSpan: TypeAlias = "tuple[int, int, Version]"
 Stretch: TypeAlias = "tuple[Iterable[VersionSpan], Sequence[int], int, int]"
 """Of a sequence the positions ``start`` to ``stop``, each under the version whose span holds it: spans, ids, start, stop."""
 
-_N_ONE, _N32, _N_LOW = (np.uint64(number) for number in (1, 32, 0xFFFFFFFF))
-_TABLE_BITS = 14
-_TABLE_SHIFT = np.uint64(64 - _TABLE_BITS)
+_N32, _N_LOW = (np.uint64(number) for number in (32, 0xFFFFFFFF))
+_TABLE_SHIFT = np.uint64(64 - TABLE_BITS)
 _BLOCK_CELLS = 1 << 14
 """Cells computed at once: the scratch of a block and the table stay in the second-level cache."""
 _LOGPROB_SHIFT, _LOGPROB_UNIT = np.uint64(64 - 23), 2.0**-20
@@ -191,19 +192,9 @@ class CodedPolicy:
         return tokens, (total, position)
 
     def draw_many(self, version: Version, states: Sequence[State], count: int) -> list[tuple[list[int], State]]:
-        """``draw`` for several sequences at once: from about two dozen on, sooner than one after the other."""
-        key, rest, eos_id = np.uint64(self._keys_of(version)[0]), np.uint64(self.vocab - 1), np.uint64(self.eos_id)
-        total, position = (np.array(numbers, dtype=np.uint64) for numbers in zip(*states, strict=True))
-        tokens = np.empty((count, len(states)), dtype=np.uint64)
-        for token in tokens:
-            z = finish(total + key)
-            np.remainder(z & _N_LOW, rest, out=token)
-            token += token >= eos_id
-            if self.eos_every is not None:
-                token[(z >> _N32) % np.uint64(self.eos_every) == 0] = eos_id
-            position += _N_ONE
-            total += mixed(token + position * N_STEP)
-        return list(zip(tokens.T.tolist(), zip(total.tolist(), position.tolist(), strict=True), strict=True))
+        """``draw`` for several sequences at once: from four on, sooner than one after the other."""
+        key = self._keys_of(version)[0]
+        return draw_lanes(key, states, count, vocab=self.vocab, eos_every=self.eos_every, eos_id=self.eos_id)
 
     def choices(self, version: Version, ids: Sequence[int], start: int = 0) -> npt.NDArray[np.int64]:
         """``next_token`` after each ``ids[:i]`` for ``i >= start``, at once: ``(len(ids) - start,)``."""
@@ -237,13 +228,16 @@ class CodedPolicy:
         """
         return self.routes_of_hashes(finish(self._seeds((spans, ids, start, stop), 2)))
 
-    def logprobs_many(self, stretches: Sequence[Stretch]) -> list[LogprobArray]:
-        """``logprobs_spans`` of each, in one pass: most of what a short one takes, numpy takes for each pass."""
-        return _parted(_logprobs_of(finish(_joined([self._seeds(one, 1) for one in stretches]))), stretches)
+    def logprobs_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]) -> list[LogprobArray]:
+        """``logprobs_spans`` of each, in one pass: most of what a short one takes, numpy takes for each pass.
 
-    def routes_many(self, stretches: Sequence[Stretch]) -> list[IntArray]:
-        """``routes_spans`` of each, in one pass."""
-        return _parted(self.routes_of_hashes(finish(_joined([self._seeds(one, 2) for one in stretches]))), stretches)
+        ``hashes`` are the ``prefix_hashes`` of their ids.
+        """
+        return _parted(_logprobs_of(finish(self._seeds_many(stretches, 1, hashes))), stretches)
+
+    def routes_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]) -> list[IntArray]:
+        """``routes_spans`` of each, in one pass; ``hashes`` as for ``logprobs_many``."""
+        return _parted(self.routes_of_hashes(finish(self._seeds_many(stretches, 2, hashes))), stretches)
 
     def route_hashes(self, version: Version, ids: Sequence[int]) -> Hashes:
         """``(len(ids),)``: what ``routes_of_hashes`` expands, one number a row; equal rows have equal hashes."""
@@ -253,7 +247,7 @@ class CodedPolicy:
         """Expand row hashes into ``(len(hashes), len(layers), top_k)``; ``layers`` are all layers unless given."""
         width, columns, factors = _columns(self.num_layers, self.moe_layers, None if layers is None else tuple(layers))
         full = len(columns) == width
-        table = _cells(self.num_experts, self.top_k)
+        table = cells_of(self.num_experts, self.top_k)
         out = (np.empty if full else np.zeros)((len(hashes), width), dtype=table.dtype)
         block = max(1, _BLOCK_CELLS // max(1, len(columns)))
         scratch = np.empty((min(block, len(hashes)), len(columns)), dtype=np.uint64)
@@ -296,6 +290,14 @@ class CodedPolicy:
             raise UsageError(f"The spans cover {covered} of the positions {start} to {stop}: every position needs a version.")
         return prefix + keys
 
+    def _seeds_many(self, stretches: Sequence[Stretch], what: int, hashes: Sequence[Hashes]) -> Hashes:
+        """``_seeds`` of all stretches, one after the other."""
+        if not _alike(stretches):
+            return np.concatenate([np.zeros(0, np.uint64), *[self._seeds(one, what) for one in stretches]])
+        joined = np.concatenate([known[start:stop] for known, (_, _, start, stop) in zip(hashes, stretches, strict=True)])
+        joined += np.uint64(self._keys_of(next(iter(stretches[0][0]))[2])[what])
+        return joined
+
     def _keys_of(self, version: Version) -> tuple[int, int, int]:
         """Keys of a version for tokens, logprobs and routes."""
         found = self._keys.get(version)
@@ -336,8 +338,17 @@ def _within(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-def _joined(seeds: Sequence[Hashes]) -> Hashes:
-    return np.concatenate([np.zeros(0, np.uint64), *seeds])
+def _alike(stretches: Sequence[Stretch]) -> bool:
+    """Whether there are any, and all positions are under one version, as nearly always."""
+    found: list[Version] = []
+    for spans, ids, start, stop in stretches:
+        if not isinstance(spans, list) or len(spans) != 1 or not 0 <= start <= stop <= len(ids):
+            return False
+        low, high, version = spans[0]
+        if low > start or stop > high or (found and found[0] != version):
+            return False
+        found = found or [version]
+    return bool(found)
 
 
 def _parted(values: npt.NDArray[Any], stretches: Sequence[Stretch]) -> list[npt.NDArray[Any]]:
@@ -358,39 +369,3 @@ def _columns(num_layers: int, moe_layers: tuple[int, ...], chosen: tuple[int, ..
     columns = [column for column, layer in enumerate(layers) if layer in moe]
     seeds = np.array([layers[column] + 1 for column in columns], dtype=np.uint64) * N_STEP
     return len(layers), columns, finish(seeds) | np.uint64(1)
-
-
-@lru_cache(maxsize=64)
-def _cells(num_experts: int, top_k: int) -> npt.NDArray[Any]:
-    """``(2**14,)`` cells, each ``top_k`` distinct experts in an order, packed into one element of ``top_k`` ids.
-
-    Drawn uniformly among the ordered choices: number k is drawn among the experts that are left, and its rank among
-    those is turned into an id by stepping over the ids already taken, in ascending order.
-    """
-    dtype = np.dtype(np.min_scalar_type(num_experts - 1))
-    # random cases draw a model each: passes over narrow columns build its table in a tenth of the time of int64 rows that are sorted
-    narrow = np.dtype(np.uint16 if num_experts < 1 << 16 else np.uint32)
-    size = 1 << _TABLE_BITS
-    out = np.empty((size, top_k), dtype=dtype)
-    taken: list[npt.NDArray[Any]] = []
-    for slot in range(top_k):
-        seeds = np.arange(slot * size + 1, (slot + 1) * size + 1, dtype=np.uint64) * N_STEP
-        pick = (finish(seeds) % np.uint64(num_experts - slot)).astype(narrow)
-        for column in taken:
-            pick += pick >= column
-        out[:, slot] = pick
-        if slot + 1 < top_k:
-            _insert(taken, pick)
-    width = top_k * dtype.itemsize
-    packed = f"u{width}" if width in (1, 2, 4, 8) else f"V{width}"
-    cells = out.view(packed)[:, 0]
-    cells.setflags(write=False)
-    return cells
-
-
-def _insert(taken: list[npt.NDArray[Any]], pick: npt.NDArray[Any]) -> None:
-    """Add a column to columns that ascend in every row, so that they still do."""
-    for number, column in enumerate(taken):
-        taken[number] = np.minimum(column, pick)
-        pick = np.maximum(column, pick)
-    taken.append(pick)

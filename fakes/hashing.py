@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from rollproof.errors import UsageError
 
-__all__ = ["F1", "F2", "MASK", "MIX", "N_STEP", "STEP", "Hashes", "finish", "mixed", "prefix_hashes"]
+__all__ = ["F1", "F2", "MASK", "MIX", "N_STEP", "STEP", "Hashes", "finish", "hashes_of_many", "mixed", "prefix_hashes"]
 
 Hashes: TypeAlias = "npt.NDArray[np.uint64]"
 
@@ -28,6 +29,7 @@ F2: int = 0x94D049BB133111EB
 N_STEP: np.uint64 = np.uint64(STEP)
 _N_MIX, _N_F1, _N_F2 = (np.uint64(number) for number in (MIX, F1, F2))
 _N29, _N31, _N32, _N33 = (np.uint64(number) for number in (29, 31, 32, 33))
+_MANY = 6
 _SHORT = 64
 """Sequences of up to so many tokens are remembered."""
 
@@ -45,11 +47,29 @@ def _short_hashes(ids: tuple[int, ...]) -> Hashes:
     return hashes
 
 
-def _hashes(ids: Sequence[int]) -> Hashes:
+def hashes_of_many(sequences: Sequence[Sequence[int]]) -> list[Hashes]:
+    """``prefix_hashes`` of each, in one pass: from some sequences on, sooner than one after the other."""
+    if len(sequences) < _MANY:
+        return [prefix_hashes(ids) for ids in sequences]
+    lengths = np.array([len(ids) for ids in sequences])
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    positions = np.arange(1, ends[-1] + 1, dtype=np.uint64) - np.repeat(starts.astype(np.uint64), lengths)
+    sums = np.zeros(ends[-1] + 1, dtype=np.uint64)
+    np.cumsum(mixed(_numbers(list(chain.from_iterable(sequences))) + positions * N_STEP), out=sums[1:])
+    hashes = sums[1:] - np.repeat(sums[starts], lengths)
+    return [hashes[low:high] for low, high in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+def _numbers(ids: Sequence[int]) -> Hashes:
     try:
-        z = np.array(ids, dtype=np.int64).view(np.uint64)
+        return np.array(ids, dtype=np.int64).view(np.uint64)
     except (OverflowError, ValueError, TypeError) as error:
         raise UsageError(f"Token ids must be integers of 64 bits: {error}.") from error
+
+
+def _hashes(ids: Sequence[int]) -> Hashes:
+    z = _numbers(ids)
     return np.cumsum(mixed(z + np.arange(1, len(ids) + 1, dtype=np.uint64) * N_STEP), dtype=np.uint64)
 
 

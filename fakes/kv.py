@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollproof.fakes.coded import mixed_key
 from rollproof.records import Span, Version
@@ -19,8 +19,7 @@ MIXED = "mixed"
 """The label of mixed values in the ground truth of a trace."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeySpan:
+class KeySpan(NamedTuple):
     """Positions ``start`` to ``stop`` were computed by forwards coded under ``key``, in which ``weights`` took part."""
 
     start: int
@@ -44,8 +43,10 @@ def label_of(key: Version) -> Version:
 
 def clipped(spans: Sequence[KeySpan], start: int, stop: int) -> list[KeySpan]:
     """The parts of ``spans`` that lie in ``start`` to ``stop``."""
-    if len(spans) == 1 and start <= spans[0].start < spans[0].stop <= stop:
-        return [spans[0]]
+    if len(spans) == 1:
+        low, high, _, _ = spans[0]
+        if start <= low < high <= stop:
+            return [spans[0]]
     out = []
     for span in spans:
         low, high = max(span.start, start), min(span.stop, stop)
@@ -56,8 +57,11 @@ def clipped(spans: Sequence[KeySpan], start: int, stop: int) -> list[KeySpan]:
 
 def as_spans(spans: Sequence[KeySpan], start: int, stop: int) -> tuple[Span, ...]:
     """Ground-truth spans over ``start`` to ``stop``, adjacent equal labels joined."""
+    parts = clipped(spans, start, stop)
+    if len(parts) == 1:
+        return (Span(start=parts[0].start, end=parts[0].stop, version=label_of(parts[0].key)),)
     out: list[Span] = []
-    for part in clipped(spans, start, stop):
+    for part in parts:
         version = label_of(part.key)
         if out and out[-1].version == version and out[-1].end == part.start:
             out[-1] = Span(start=out[-1].start, end=part.stop, version=version)

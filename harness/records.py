@@ -176,11 +176,14 @@ class BatchRow:
     routed: IntArray | None = None
 
 
+_INTEGERS = frozenset({int})
+
+
 def as_tokens(value: Any, *, what: str = "token_ids") -> tuple[int, ...]:
     """A tuple of ints from a list, tuple or 1-D integer array or tensor. Raises ``SubjectError`` for anything else."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, list | tuple) and set(map(type, value)) <= {int}:
+    if isinstance(value, (list, tuple)) and _INTEGERS.issuperset(map(type, value)):
         return tuple(value)
     if not isinstance(value, list | tuple) or any(isinstance(token, bool) or not isinstance(token, int | np.integer) for token in value):
         raise SubjectError(f"{what} must be a sequence of integers, not {_describe(value)}.")

@@ -22,6 +22,7 @@ from rollproof.fakes.http.fault_plan import Faults, WireFault, WireFaultKind
 from rollproof.fakes.http.watching import Watch, Watches
 
 __all__ = [
+    "AT_ONCE",
     "Answer",
     "Asked",
     "Cut",
@@ -43,6 +44,10 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
+AT_ONCE = "rollproof.at_once"
+"""The extension by which whoever carries the connection offers to write a ``Whole`` at once: a function of ``send`` and the answer, which
+says whether it did.
+"""
 _LINGER = 1000
 """Milliseconds for which a closed connection may take to send what is written."""
 
@@ -89,11 +94,8 @@ class Asked:
 
     def header(self, name: str) -> str | None:
         """The value of a header, given in lower case."""
-        wanted = name.encode("latin-1")
-        for key, value in self.scope["headers"]:
-            if key == wanted:
-                return str(value, "latin-1")
-        return None
+        value = dict(reversed(self.scope["headers"])).get(name.encode("latin-1"))
+        return None if value is None else str(value, "latin-1")
 
     def query(self, name: str, default: str | None = None) -> str | None:
         """The last value of a parameter of the query."""
@@ -127,18 +129,23 @@ class Events:
 
 
 class Whole:
-    """An answer of JSON that is written already, with status 200."""
+    """An answer of JSON that is written already, with status 200: ``parts``, one after the other."""
 
-    __slots__ = ("body",)
+    __slots__ = ("parts",)
     status_code: ClassVar[int] = 200
 
-    def __init__(self, body: bytes) -> None:
-        self.body: bytes = body
+    def __init__(self, *parts: bytes) -> None:
+        self.parts: tuple[bytes, ...] = parts
+
+    @property
+    def body(self) -> bytes:
+        """All of it."""
+        return b"".join(self.parts)
 
     @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:
         """As starlette's responses have them."""
-        return [(b"content-length", b"%d" % len(self.body)), (b"content-type", b"application/json")]
+        return [(b"content-length", b"%d" % sum(map(len, self.parts))), (b"content-type", b"application/json")]
 
 
 Answer: TypeAlias = "Response | Events | Whole"
@@ -280,11 +287,12 @@ class Face:
 
 async def _read(scope: Scope, receive: Receive, most: int) -> bytes | None:
     """The whole body; ``None`` where the client went away. Raises ``BadRequest`` where it is larger than ``most`` bytes."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > most:
-            raise BadRequest(f"The body has {int(value)} bytes; at most {most} are taken.", 413)
+    declared = dict(scope["headers"]).get(b"content-length", b"")
+    if declared.isdigit() and int(declared) > most:
+        raise BadRequest(f"The body has {int(declared)} bytes; at most {most} are taken.", 413)
     message = await receive()
-    parts, size = [message.get("body", b"")], len(message.get("body", b""))
+    body = message.get("body", b"")
+    parts, size = [body], len(body)
     while message["type"] == "http.request" and message.get("more_body"):
         if size > most:
             raise BadRequest(f"The body has more than {most} bytes.", 413)
@@ -300,6 +308,11 @@ async def _read(scope: Scope, receive: Receive, most: int) -> bytes | None:
 
 async def _handed_over(answer: Answer, asked: Asked, send: Send) -> None:
     """Send an answer; a stream only for as long as somebody listens."""
+    if isinstance(answer, Whole):
+        at_once = (asked.scope.get("extensions") or {}).get(AT_ONCE)
+        if at_once is None or not at_once(send, answer):
+            await _deliver(answer, send)
+        return
     if not isinstance(answer, Events):
         await _deliver(answer, send)
         return

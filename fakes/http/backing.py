@@ -106,6 +106,9 @@ class Backing:
         self.options: ServeOptions = options
         self.plan: FaultPlan = plan or FaultPlan()
         self.faults: Faults | None = Faults(self.plan, self._befell) if self.plan.faults else None
+        sinks = tuple(sinks)
+        alone = not keep and all(getattr(sink, "takes_narrow", False) for sink in sinks)
+        self._narrow: bool = alone if beside is None else beside._narrow
         self._names: dict[str, int] = {} if beside is None else beside._names
         self._rids: set[str] = set()
         self.samples: Samples | None = None
@@ -171,9 +174,10 @@ class Backing:
         stream: StreamMode | None = None,
         heard: Callable[[EngineCall], None] | None = None,
         unique: bool = False,
+        narrow: bool = False,
     ) -> EngineOutput:
         """Have the engine run one call; of a ``stream``, ``heard`` is told of each token. With ``unique`` a handle that a call in flight
-        has is refused.
+        has is refused. ``narrow``: the caller takes routes of ``rollproof.narrow``.
         """
         if unique:
             if wanted.rid in self._rids:
@@ -181,7 +185,7 @@ class Backing:
             self._rids.add(wanted.rid)
         owner = asked.header(OWNER_HEADER)
         token = None if owner is None else CURRENT_REQUEST.set(owner)
-        wire = Wire(stream, heard, delivered=not asked.lost, late=asked.late, left=asked.left)
+        wire = Wire(stream, heard, delivered=not asked.lost, late=asked.late, left=asked.left, narrow=narrow and self._narrow)
         asked.late = 0.0
         asked.broken.append(partial(self._broke, wire))
         output = None

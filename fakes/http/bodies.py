@@ -63,9 +63,12 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], def
     return value
 
 
+_INTEGERS = frozenset({int})
+
+
 def token_ids(value: Any, name: str, vocab: int) -> tuple[int, ...]:
     """Token ids of a request, each of the vocabulary."""
-    if not isinstance(value, list) or any(type(token) is not int for token in value):
+    if not isinstance(value, list) or not _INTEGERS.issuperset(map(type, value)):
         raise BadRequest(f"{name} must be a list of token ids.", malformed=True, param=name)
     if value and not (min(value) >= 0 and max(value) < vocab):
         raise BadRequest(f"{name} holds ids outside of the vocabulary of {vocab}.")

@@ -25,6 +25,7 @@ class Kept:
 
     def __init__(self, sink: TraceSink, stop: Callable[[], None]) -> None:
         self.error: RollproofError | None = None
+        self.takes_narrow: bool = getattr(sink, "takes_narrow", False)
         self._sink, self._stop = sink, stop
         self._held: list[Event] = []
         self._flush: Callable[[], Any] | None = getattr(sink, "flush", None)

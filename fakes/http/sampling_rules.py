@@ -71,9 +71,8 @@ _NOT_IN_SALTS = frozenset("@/\\\0")
 
 def check_sglang(sampling: Mapping[str, Any]) -> None:
     """Raise ``BadRequest`` for a value out of range, and ``Uncaught`` for a name that is none: SGLang does not catch the TypeError."""
-    stray = sorted(set(sampling).difference(_SGLANG))
-    if stray:
-        raise Uncaught(f"sampling_params has {stray}")
+    if not sampling.keys() <= _SGLANG.keys():
+        raise Uncaught(f"sampling_params has {sorted(sampling.keys() - _SGLANG.keys())}")
     refuse_unanswered(sampling, _SGLANG_FIELDS)
     for name in sampling:
         rule = _SGLANG[name]

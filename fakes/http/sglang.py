@@ -119,9 +119,9 @@ class _Native:
         if call.stream:
             return Events(self._stream(asked, calls, listed=call.listed))
         if not call.listed:
-            return Whole(await self._reply(asked, calls[0]))
+            return Whole(*await self._reply(asked, calls[0]))
         replies = await asyncio.gather(*(self._reply(asked, wanted) for wanted in calls))
-        return Whole(b"[" + b",".join(replies) + b"]")
+        return Whole(b"[" + b",".join([b"".join(reply) for reply in replies]) + b"]")
 
     async def abort(self, asked: Asked) -> Answer:
         body = asked.body()
@@ -277,9 +277,9 @@ class _Native:
         card = {"id": "fake", "object": "model", "created": int(self._started), "owned_by": "sglang", "root": "fake", "parent": None}
         return {**card, "max_model_len": self._backing.max_length}
 
-    async def _reply(self, asked: Asked, wanted: Wanted) -> bytes:
+    async def _reply(self, asked: Asked, wanted: Wanted) -> tuple[bytes, ...]:
         begun = time.perf_counter()
-        output = await self._backing.generate(asked, wanted, unique=True)
+        output = await self._backing.generate(asked, wanted, unique=True, narrow=True)
         return native_reply(wanted, output, time.perf_counter() - begun, self._backing)
 
     async def _stream(self, asked: Asked, calls: list[Wanted], *, listed: bool) -> AsyncGenerator[bytes]:
@@ -327,7 +327,7 @@ class _Native:
             ready.put_nowait(_refusal(str(error)))
             return
         start = sent if self._backing.options.incremental else 0
-        last = native_reply(wanted, output, time.perf_counter() - begun, self._backing, sent=start, stamped=not sent)
+        last = b"".join(native_reply(wanted, output, time.perf_counter() - begun, self._backing, sent=start, stamped=not sent))
         ready.put_nowait(Ending(_event(last if index is None else indexed(last, index))))
 
 

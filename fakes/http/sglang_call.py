@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from rollproof.fakes.http.backing import Backing, RoutesForm, Wanted
@@ -44,7 +45,7 @@ class SglangCall:
         samples = field(sampling[0], "n", int, 1)
         if not 1 <= samples <= 256:
             raise BadRequest(f"n must be 1 to 256, not {samples}.")
-        if any(field(one, "n", int, 1) != samples for one in sampling):
+        if len(sampling) > 1 and any(field(one, "n", int, 1) != samples for one in sampling):
             raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
         self.samples: int = samples
         self.stream: bool = field(body, "stream", bool, False)
@@ -74,7 +75,7 @@ class SglangCall:
                 strict=True,
             )
         ]
-        for one in sampling[:1] if all(one is sampling[0] for one in sampling) else sampling:
+        for one in {id(one): one for one in sampling}.values():
             check_sglang(one)
         for wanted in self._wanted:
             _check_length(wanted, backing.max_length)
@@ -188,22 +189,27 @@ def meta_of(wanted: Wanted, output: EngineOutput, taken: float, backing: Backing
     return meta
 
 
-def native_reply(wanted: Wanted, output: EngineOutput, taken: float, backing: Backing, *, sent: int = 0, stamped: bool = True) -> bytes:
-    """The reply of ``/generate``; of a stream that tells only what is new, from token ``sent`` on. A stream is stamped once."""
+def native_reply(
+    wanted: Wanted, output: EngineOutput, taken: float, backing: Backing, *, sent: int = 0, stamped: bool = True
+) -> tuple[bytes, ...]:
+    """The reply of ``/generate``, in parts that follow each other; of a stream that tells only what is new, from token ``sent`` on.
+
+    A stream is stamped once.
+    """
     body: dict[str, Any] = {"text": text_of(output.token_ids[sent:])} if backing.options.tokenizer else {}
     body["output_ids"] = output.token_ids[sent:]
     body["meta_info"] = meta_of(wanted, output, taken, backing, sent=sent, stamped=stamped)
     text = dumped(body)
-    return text if output.routes is None else with_routes(text, output, backing)
+    return (text,) if output.routes is None else with_routes(text, output, backing)
 
 
-def with_routes(text: bytes, output: EngineOutput, backing: Backing) -> bytes:
+def with_routes(text: bytes, output: EngineOutput, backing: Backing) -> tuple[bytes, ...]:
     """Routes laid in at the end of ``meta_info``: base64 needs no escaping, and an encoder would look at each of its characters."""
     assert output.routes is not None
     if backing.options.routes is RoutesForm.COMPACT:
         data, name = compact(output.routes)
-        return b"".join((text[:-2], b',"routed_experts":"', data, b'","routed_experts_dtype":"', name.encode("ascii"), b'"}}'))
-    return b"".join((text[:-2], b',"routed_experts":"', as_int32(output.routes), b'"}}'))
+        return text[:-2] + b',"routed_experts":"', data, b'","routed_experts_dtype":"%b"}}' % name.encode("ascii")
+    return text[:-2] + b',"routed_experts":"', as_int32(output.routes), b'"}}'
 
 
 def native_chunk(wanted: Wanted, call: EngineCall, logprobs: list[float], sent: int, backing: Backing) -> bytes:
@@ -257,7 +263,7 @@ def indexed(data: bytes, index: int) -> bytes:
 
 def _logprobs(logprobs: Sequence[float], tokens: Sequence[int], wanted: Wanted, backing: Backing) -> dict[str, Any]:
     """Of the sampled tokens, and where they were asked for those of the prompt, and the best ones (here: the sampled token's alone)."""
-    pairs = [(logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)]
+    pairs = list(zip(logprobs, tokens, repeat(None, len(tokens)), strict=True))
     meta: dict[str, Any] = {"input_token_logprobs": (), "output_token_logprobs": pairs, "output_token_logprobs_length": len(pairs)}
     start = wanted.prompt_logprobs
     given: list[tuple[float | None, int, None]] = []

@@ -14,6 +14,7 @@ from rollproof.fakes.coded import CodedPolicy, Stretch, VersionSpan
 from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.flavours import Recompute
 from rollproof.fakes.fleet import Fleet
+from rollproof.fakes.hashing import Hashes
 from rollproof.fakes.known_bugs.planting import CLEAN, act, case, on_engine, on_policy
 from rollproof.fakes.kv import PrefixCache
 from rollproof.fakes.managers import AsSampled, EngineKeep, Sample
@@ -101,7 +102,7 @@ class _FlagLost(AsSampled):
 class _Miscaptures(CodedPolicy):
     """What an engine shows of its rows is wrong."""
 
-    def routes_many(self, stretches: Sequence[Stretch]) -> list[IntArray]:
+    def routes_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]) -> list[IntArray]:
         return [self.routes_spans(*one) for one in stretches]
 
 

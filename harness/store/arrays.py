@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.errors import TraceError
+from rollproof.narrow import Narrow
 from rollproof.store.values import show
 
-__all__ = ["DTYPES", "AnyArray", "as_array", "name_of", "narrowest", "stored_as"]
+__all__ = ["DTYPES", "AnyArray", "as_array", "name_of", "stored_as", "stored_in"]
 
 AnyArray: TypeAlias = "npt.NDArray[Any]"
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -32,24 +33,40 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 _WORTH = 1 << 10
 """Elements from which on an array is looked at for a narrower type."""
+_Way: TypeAlias = "tuple[np.dtype[Any], str]"
 _NARROW = tuple(
     (DTYPES[name], int(np.iinfo(name).min), int(np.iinfo(name).max)) for name in ("uint8", "int8", "uint16", "int16", "uint32", "int32")
 )
 
 
-def narrowest(array: AnyArray) -> np.dtype[Any]:
-    """The type that an array is stored in: of integers, where they are many, the smallest that holds them; else its own.
+def stored_in(array: AnyArray) -> _Way:
+    """The type that the bytes of an array are stored in, and how a trace names both types (``stored_as``).
 
-    SGLang's rows are int32, of which a model with at most 256 experts uses a quarter: the rest need not be copied, summed and written.
+    Of integers, where they are many, it is the smallest that holds them, else their own: SGLang's rows are int32, of which a model with at
+    most 256 experts uses a quarter, and the rest need not be copied, summed and written.
     """
-    kind = array.dtype
-    own = DTYPES[name_of(kind)]
-    if kind.kind not in "iu" or kind.itemsize == 1 or array.size < _WORTH:
+    if type(array) is Narrow:
+        return _way(array.shown_as, array.dtype)
+    own, narrower = _ways(array.dtype)
+    if not narrower or array.size < _WORTH:
         return own
     low, high = 0, int(np.bitwise_or.reduce(array, axis=None))  # of numbers from 0 on it has the bits of the largest
     if high < 0:
         low, high = int(np.minimum.reduce(array, axis=None)), int(np.maximum.reduce(array, axis=None))
-    return next((small for small, least, most in _NARROW if small.itemsize < kind.itemsize and least <= low and high <= most), own)
+    return next((way for way, least, most in narrower if least <= low and high <= most), own)
+
+
+@cache
+def _ways(kind: np.dtype[Any]) -> tuple[_Way, tuple[tuple[_Way, int, int], ...]]:
+    """How arrays of this type can be stored: as they are, or in narrower types, from the narrowest on, with what those hold."""
+    narrower = [small for small in _NARROW if kind.kind in "iu" and small[0].itemsize < kind.itemsize]
+    return _way(kind, kind), tuple((_way(kind, small), least, most) for small, least, most in narrower)
+
+
+@cache
+def _way(wide: np.dtype[Any], small: np.dtype[Any]) -> _Way:
+    names = name_of(wide), name_of(small)
+    return DTYPES[names[1]], names[0] if names[0] == names[1] else "/".join(names)
 
 
 def stored_as(name: str) -> tuple[np.dtype[Any], np.dtype[Any]]:

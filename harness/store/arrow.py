@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from rollproof.errors import TraceError, UsageError
 from rollproof.store.columns import read_rows
@@ -36,6 +36,9 @@ class TraceWriter:
     ``batch_events``, by ``flush``, and at the end: what was flushed survives the process. One file has one writer.
     Raises ``UsageError`` on wrong use, ``TraceError`` where the file is no trace, is damaged, locked, or cannot be written.
     """
+
+    takes_narrow: ClassVar[bool] = True
+    """Arrays may be ``rollproof.narrow.Narrow``."""
 
     def __init__(
         self,
@@ -76,11 +79,13 @@ class TraceWriter:
 
     def append(self, event: Event) -> None:
         """Take one event of the current episode. Raises ``TraceError`` for one that cannot be stored; the file stays whole."""
-        self._ready()
+        if self._file.closed:
+            self._ready()
         rows = self._rows
         rows.add_event(self._episode, event)
         self._events += 1
-        if rows.size >= self._limits[0] or len(rows) >= self._limits[1]:
+        most, many = self._limits
+        if rows.size >= most or len(rows) >= many:
             self.flush()
 
     def write(self, trace: Trace) -> None:

@@ -29,8 +29,8 @@ _AS_IT_IS: Mapping[Any, str] = {
 """By type: the test that a value of it stands in the JSON as it is."""
 _FIELD = """
         item = value.{name}
-        kind = type(item)
         if {wanted}:
+            kind = type(item)
             if {quick}:
                 out[{name!r}] = item
             else:
@@ -55,7 +55,7 @@ def encoder(cls: type[Any], plan: list[FieldPlan]) -> Encode:
     names: dict[str, Any] = {"cls": cls, "Misfit": Misfit, "show": show}
     fields = []
     for name, write, quick, default in plan:
-        names[f"write_{name}"], names[f"default_{name}"] = write, default
+        names |= {f"write_{name}": write, f"default_{name}": default, f"type_{name}": type(default)}
         tests = [f"({test})" for kind, test in _AS_IT_IS.items() if kind in quick]
         fields.append(_FIELD.format(name=name, wanted=_wanted(name, default), quick=" or ".join(tests) or "False"))
     exec(_WHOLE.format(fields="".join(fields).strip() or "pass"), names)  # noqa: S102 - of the names of our own records' fields
@@ -69,4 +69,4 @@ def _wanted(name: str, default: Any) -> str:
         return "True"
     if default is None or isinstance(default, bool | Enum):
         return f"item is not default_{name}"
-    return f"item is not default_{name} and (kind is not type(default_{name}) or item != default_{name})"
+    return f"item is not default_{name} and (type(item) is not type_{name} or item != default_{name})"

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from rollproof.errors import TraceError
-from rollproof.store.arrays import AnyArray, name_of, narrowest
+from rollproof.store.arrays import AnyArray, stored_in
 from rollproof.store.columns import HEADER, SEAL, schema
 from rollproof.store.wire import encode_fields, encode_header
 from rollproof.trace import Event, Header
@@ -46,15 +46,12 @@ class _Shelf:
         self.lengths = machine_array("q")
         self.rank_ends, self.data_ends, self.row_arrays = [0], [0], [0]
 
-    @property
-    def size(self) -> int:
-        """Bytes of all parts, without those of their shapes."""
-        return 8 * len(self.numbers) + self.data_ends[-1]
-
-    def end_row(self) -> None:
-        """What comes next belongs to another row."""
-        self.row_lists.append(len(self.list_ends) - 1)
-        self.row_arrays.append(len(self.names))
+    def end_row(self) -> int:
+        """What comes next belongs to another row. Returns the bytes of all parts so far, without those of their shapes."""
+        lists, arrays = self.list_ends, self.names
+        self.row_lists.append(len(lists) - 1)
+        self.row_arrays.append(len(arrays))
+        return 8 * lists[-1] + self.data_ends[-1]
 
     def cut(self) -> None:
         """Forget what was put since the last row ended."""
@@ -66,8 +63,7 @@ class _Shelf:
 
     def put_array(self, array: AnyArray) -> Any:
         """Keep a copy: what a stack later does to its buffer does not reach the trace."""
-        kind = narrowest(array)
-        name, small = name_of(array.dtype), name_of(kind)
+        kind, name = stored_in(array)
         start = self.data_ends[-1]
         end = start + array.size * kind.itemsize
         if end > self.room.size:
@@ -76,7 +72,7 @@ class _Shelf:
             self.room = grown
         if end > start:
             np.copyto(np.ndarray(array.shape, kind, self.room, start), array, casting="unsafe")
-        self.names.append(name if name == small else f"{name}/{small}")
+        self.names.append(name)
         self.lengths.extend(array.shape)
         self.rank_ends.append(len(self.lengths))
         self.data_ends.append(end)
@@ -106,18 +102,13 @@ class Rows:
 
     def _clear(self) -> None:
         self._shelf.clear()
-        self._episodes, self._indexes, self._times = machine_array("q"), machine_array("q"), machine_array("d")
-        self._kinds: list[bytes] = []
-        self._bodies: list[bytes] = []
+        self._heads: list[tuple[int, str, int, float, bytes]] = []
         self._text = 0
+        self.size: int = 0
+        """About the bytes of all rows."""
 
     def __len__(self) -> int:
-        return len(self._kinds)
-
-    @property
-    def size(self) -> int:
-        """About the bytes of all rows."""
-        return self._text + self._shelf.size + 64 * len(self._kinds)
+        return len(self._heads)
 
     def add_header(self, episode: int, header: Header) -> None:
         """Begin an episode. Raises ``TraceError`` for a header that cannot be stored; then nothing was added."""
@@ -147,22 +138,19 @@ class Rows:
         return frame
 
     def _add(self, episode: int, kind: str, index: int, time: Any, body: bytes) -> None:
-        if not isinstance(time, float):
+        if type(time) is not float:
             raise TraceError(f"The {kind} event cannot be stored: its time is {time['$float']}.")
         if not -_FIRST_BEYOND <= index < _FIRST_BEYOND:
             raise TraceError(f"The {kind} event cannot be stored: its index is {index}.")
-        self._indexes.append(index)
-        self._episodes.append(episode)
-        self._times.append(time)
-        self._kinds.append(kind.encode())
-        self._bodies.append(body)
-        self._text += len(body)
-        self._shelf.end_row()
+        self._heads.append((episode, kind, index, time, body))
+        self._text += len(body) + 64
+        self.size = self._text + self._shelf.end_row()
 
     def _batch(self) -> pa.RecordBatch:
         import pyarrow as pa
 
         shelf, kind_of = self._shelf, schema().field
+        episodes, kinds, indexes, times, bodies = zip(*self._heads, strict=True)
         integers, arrays = kind_of("integers").type, kind_of("arrays").type
         parts, data = arrays.value_type, shelf.room[: shelf.data_ends[-1]]
         structs = pa.Array.from_buffers(
@@ -176,11 +164,11 @@ class Rows:
             ],
         )
         columns = [
-            _flat(pa.int64(), self._episodes),
-            _binary(pa.string(), self._kinds),
-            _flat(pa.int64(), self._indexes),
-            _flat(pa.float64(), self._times),
-            _binary(pa.string(), self._bodies),
+            _flat(pa.int64(), machine_array("q", episodes)),
+            _binary(pa.string(), [kind.encode() for kind in kinds]),
+            _flat(pa.int64(), machine_array("q", indexes)),
+            _flat(pa.float64(), machine_array("d", times)),
+            _binary(pa.string(), bodies),
             _lists(integers, shelf.row_lists, _lists(integers.value_type, shelf.list_ends, _flat(pa.int64(), shelf.numbers))),
             _lists(arrays, shelf.row_arrays, structs),
         ]
@@ -202,7 +190,7 @@ def _over(kind: Any, ends: Sequence[int], width: Any, data: Any) -> Any:
     return pa.Array.from_buffers(kind, len(ends) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
-def _binary(kind: Any, parts: list[bytes]) -> Any:
+def _binary(kind: Any, parts: Sequence[bytes]) -> Any:
     return _over(kind, [0, *accumulate(map(len, parts))], np.int32, b"".join(parts))
 
 

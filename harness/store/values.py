@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,9 @@ def parse_json(text: str) -> Any:
 
 def write_scalar(value: Any, allowed: frozenset[Any] = SCALARS) -> Any:
     """A scalar of one of the ``allowed`` types as JSON. Raises ``Misfit``."""
+    kind = type(value)
+    if kind in allowed and ((kind is float and value - value == 0.0) or kind is bool or value is None):
+        return value
     value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)
     if isinstance(value, str) and str in allowed:
@@ -102,7 +106,8 @@ def read_plain(wire: Any) -> Any:
     return read_scalar(wire)
 
 
-def key_of(key: object) -> str:
+@lru_cache(maxsize=1024, typed=True)
+def key_of(key: Hashable) -> str:
     """A mapping's key as JSON."""
     text = clean(str(key))
     return f"${text}" if text.startswith("$") else text

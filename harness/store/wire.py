@@ -64,9 +64,14 @@ def encode_event(event: Event, parts: Parts) -> dict[str, Any]:
 
 def encode_fields(event: Event, parts: Parts) -> dict[str, Any]:
     """The same without the kind."""
-    if EVENT_KINDS.get(event.kind) is not type(event):
-        raise TraceError(f"{type(event).__name__} is not a kind of event that a trace holds; those are {sorted(EVENT_KINDS)}.")
-    return _write(event, parts, f"{event.kind} event")
+    kind: Any = type(event)
+    if EVENT_KINDS.get(event.kind) is not kind:
+        raise TraceError(f"{kind.__name__} is not a kind of event that a trace holds; those are {sorted(EVENT_KINDS)}.")
+    try:
+        wire: dict[str, Any] = _codec(kind).encode(event, parts)
+    except (Misfit, RecursionError) as error:
+        raise _unstorable(f"{event.kind} event", error) from error
+    return wire
 
 
 def decode_event(wire: Any, parts: Parts) -> Event:
@@ -96,7 +101,10 @@ def misfit_of(record: Any) -> str | None:
 
 def encode_header(header: Header, parts: Parts) -> dict[str, Any]:
     """The header as a JSON value. Raises ``TraceError`` for values that no trace can hold."""
-    return {**_write(header, parts, "header"), "schema": header.schema}
+    try:
+        return {**_codec(Header).encode(header, parts), "schema": header.schema}
+    except (Misfit, RecursionError) as error:
+        raise _unstorable("header", error) from error
 
 
 def decode_header(wire: Any, parts: Parts) -> Header:
@@ -149,15 +157,8 @@ class _Codec:
     quick: frozenset[Any] = frozenset()
 
 
-def _write(record: Any, parts: Parts, what: str) -> dict[str, Any]:
-    kind: Any = type(record)
-    try:
-        wire: dict[str, Any] = _codec(kind).encode(record, parts)
-    except Misfit as misfit:
-        raise TraceError(f"The {what} cannot be stored: {misfit}.") from misfit
-    except RecursionError:
-        raise TraceError(f"The {what} cannot be stored: it is nested too deeply.") from None
-    return wire
+def _unstorable(what: str, error: Exception) -> TraceError:
+    return TraceError(f"The {what} cannot be stored: {'it is nested too deeply' if isinstance(error, RecursionError) else error}.")
 
 
 def _read(cls: Any, wire: Any, parts: Parts, what: str) -> Any:
@@ -254,7 +255,7 @@ def _enum(cls: type[Enum]) -> _Codec:
 
     def encode(value: Any, _: Parts) -> Any:
         if type(value) is cls:
-            return value.value
+            return value._value_  # as ``value``, without the property
         if value not in members.values():
             raise Misfit(f"must be one of {list(members)}, not {show(value)}")
         return cls(value).value
@@ -302,20 +303,23 @@ def _array(dtype: Any) -> _Codec:
     return _Codec(encode, lambda wire, parts: check(parts.array(wire)))
 
 
+_INTEGERS = frozenset({int})
+
+
 def _tuple(item: Any) -> _Codec:
     inner = _codec(item)
-    integers = item is int or int in get_args(item)
+    write, integers = inner.encode, item is int or int in get_args(item)
 
     def encode(value: Any, parts: Parts) -> Any:
         if not isinstance(value, tuple):
             raise Misfit(f"must be a tuple, not {show(value)}")
-        if integers and value and set(map(type, value)) == {int}:
+        if integers and value and _INTEGERS.issuperset(map(type, value)):
             try:
                 return parts.put_integers(array("q", value))
             except OverflowError:
                 pass
         try:
-            return [inner.encode(one, parts) for one in value]
+            return [write(one, parts) for one in value]
         except Misfit:
             return [_step(inner.encode, one, parts, f"[{i}]") for i, one in enumerate(value)]  # which says where
 

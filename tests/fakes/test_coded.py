@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from rollproof.case import Model
 from rollproof.errors import CaseError, UsageError
-from rollproof.fakes.coded import CodedPolicy, VersionSpan, mixed_key
+from rollproof.fakes.coded import CodedPolicy, Stretch, VersionSpan, mixed_key
 from rollproof.fakes.decoding import Decoder, Source
+from rollproof.fakes.hashing import hashes_of_many, prefix_hashes
 
 GRID = [
     (experts, top_k, dense)
@@ -67,14 +68,27 @@ def test_incremental_equals_vectorised(prompt: list[int], count: int, version: i
     assert all(0 <= token < coded.vocab for token in ids[len(prompt) :])
 
 
-@given(st.lists(IDS, min_size=1, max_size=5), st.integers(0, 40), VERSIONS, st.sampled_from([None, 1, 3, 50]), st.integers(0, 511))
+@given(
+    st.lists(IDS, min_size=1, max_size=5),
+    st.integers(0, 40),
+    VERSIONS,
+    st.one_of(st.none(), st.sampled_from([1, 3, 50]), st.integers(1, 2**31)),
+    st.integers(0, 2**31),
+    st.one_of(st.sampled_from([2, 3, 512, 150_000, 2**31]), st.integers(2, 2**31)),
+)
 def test_many_sequences_draw_as_each_does_alone(
-    prompts: list[list[int]], count: int, version: int | str, every: int | None, eos: int
+    prompts: list[list[int]], count: int, version: int | str, every: int | None, eos: int, vocab: int
 ) -> None:
     """Drawing for several sequences at once gives each the tokens and the state that it gets by itself."""
-    coded = policy(eos_every=every, eos_id=eos)
+    coded = policy(eos_every=every, eos_id=eos % vocab, vocab=vocab)
     states = [coded.start_state(prompt) for prompt in prompts]
     assert coded.draw_many(version, states, count) == [coded.draw(version, state, count) for state in states]
+
+
+@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=80), max_size=12))
+def test_hashes_of_many_sequences_are_those_of_each(sequences: list[list[int]]) -> None:
+    """Empty ones, long ones and ids of 64 bits included."""
+    assert [prefix_hashes(ids).tolist() for ids in sequences] == [hashes.tolist() for hashes in hashes_of_many(sequences)]
 
 
 def test_the_empty_sequence_has_a_state_and_no_values() -> None:
@@ -98,11 +112,14 @@ def test_spans_are_pieces_of_pure_versions(ids: list[int], data: st.DataObject) 
     assert rows.tolist() == policy().routes_spans(spans, ids, start, stop).tolist()
     assert logprobs.tolist() == policy().logprobs_spans(spans, ids, start, stop).tolist()
     stretches = [(spans, ids, start, stop), ([(0, 2, 7)], [9, 9], 1, 2), (spans, ids, start, start)]
-    for one, many in (("logprobs_spans", "logprobs_many"), ("routes_spans", "routes_many")):
-        alone = [getattr(policy(), one)(*stretch) for stretch in stretches]
-        together = getattr(policy(), many)(stretches)
-        assert [values.tolist() for values in alone] == [values.tolist() for values in together]
-        assert all(values.base is None for values in together)
+    alike: list[Stretch] = [([(0, n, 5)], ids, start, stop), ([(0, n, 5)], ids, 0, n), ([(0, 3, 5)], [9, 9], 1, 2)]
+    for some in (stretches, alike, alike[:1], alike * 3, []):
+        hashes = hashes_of_many([stretch[1] for stretch in some])
+        for one, many in (("logprobs_spans", "logprobs_many"), ("routes_spans", "routes_many")):
+            alone = [getattr(policy(), one)(*stretch) for stretch in some]
+            together = getattr(policy(), many)(some, hashes)
+            assert [values.tolist() for values in alone] == [values.tolist() for values in together]
+            assert all(values.base is None for values in together)
 
 
 @pytest.mark.parametrize(("experts", "top_k", "dense"), GRID)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 
 from rollproof.case import EngineOptions, Model
 from rollproof.errors import TraceError
-from rollproof.fakes.http.backing import ServeOptions
+from rollproof.fakes.http.backing import Backing, RoutesForm, ServeOptions
 from rollproof.fakes.http.keeping import Kept
-from rollproof.trace import Admit, Event
+from rollproof.fakes.http.line import Line
+from rollproof.fakes.http.sglang import sglang_app
+from rollproof.fakes.http.wire import from_flat
+from rollproof.store import TraceReader, TraceWriter
+from rollproof.trace import Admit, Event, Reply, TraceSink
 from tests.http.served import served
 
 MODEL = Model(num_layers=3, moe_layers=(0, 1, 2), num_experts=8, top_k=2, vocab=512)
@@ -84,3 +95,57 @@ def test_the_last_answer_of_a_connection_arrives_whole() -> None:
                 heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
             assert heard.startswith(b"HTTP/1.1 200 OK\r\n")
             assert heard.endswith(end)
+
+
+def test_an_answer_has_the_same_head_however_it_is_written() -> None:
+    """At once where the connection stays open, by uvicorn where it closes; two requests that come together are answered in turn."""
+    pytest.importorskip("httptools", reason="uvicorn's own parser writes every answer itself")
+    text = b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}, "rid": "%d", "return_routed_experts": true}'
+    asked = b"POST /generate HTTP/1.1\r\nhost: x\r\n%scontent-length: %d\r\n\r\n%s"
+    with (
+        served("sglang", OPTIONS) as server,
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as client,
+    ):
+        closing = [b"", b"", b"connection: close\r\n"]
+        client.sendall(b"".join(asked % (more, len(text) - 1, text % number) for number, more in enumerate(closing)))
+        heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    answers = re.split(rb"(?=HTTP/1\.1 200 OK\r\n)", heard)[1:]
+    heads = [re.sub(rb"date: [^\r]+|content-length: \d+", b"...", answer.partition(b"\r\n\r\n")[0]) for answer in answers]
+    assert [heads[0], heads[0], heads[0] + b"\r\nconnection: close"] == heads
+    for number, answer in enumerate(answers):
+        length = re.search(rb"content-length: (\d+)", answer)
+        assert length is not None
+        assert b'"id":"%d"' % number in answer
+        assert len(answer.partition(b"\r\n\r\n")[2]) == int(length[1])
+
+
+@pytest.mark.parametrize("form", [None, RoutesForm.COMPACT])
+def test_routes_of_a_trace_that_is_only_written_are_those_that_were_sent(tmp_path: Path, form: RoutesForm | None) -> None:
+    """Held in a narrow type on the way, they are int32 to whoever reads the file, and to a sink that does not know of narrow ones."""
+    options = ServeOptions(flavour="sglang", model=Model(num_layers=48, moe_layers=tuple(range(48)), num_experts=128, top_k=8), routes=form)
+    told: list[Event] = []
+
+    class Other:
+        def append(self, event: Event) -> None:
+            told.append(event)
+
+    async def main(sinks: Iterable[TraceSink]) -> list[Any]:
+        line = Line(sglang_app(Backing(options, sinks, keep=False)))
+        asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 9}, "return_routed_experts": True}
+        return [
+            heard.json() for heard in await asyncio.gather(*(line.ask("POST", "/generate", {**asked, "rid": f"r{i}"}) for i in range(9)))
+        ]
+
+    with TraceWriter(tmp_path / "served.arrow", Backing.header(options)) as writer:
+        assert [writer.takes_narrow, False] == [Kept(sink, lambda: None).takes_narrow for sink in (writer, Other())]
+        answers = asyncio.run(main([writer]))
+    assert answers[0]["meta_info"]["routed_experts"] == asyncio.run(main([Other()]))[0]["meta_info"]["routed_experts"]
+    for events in (list(TraceReader(writer.path)), told):
+        replies = [event.output for event in events if isinstance(event, Reply)]
+        assert len(answers) == len(replies)
+        for output, answer in zip(replies, answers, strict=True):
+            meta = answer["meta_info"]
+            assert output.routes is not None
+            assert (output.routes.dtype, type(output.routes)) == (np.dtype("int32"), np.ndarray)
+            sent = from_flat(meta["routed_experts"], 48, 8, meta.get("routed_experts_dtype", "int32"))
+            assert sent.tolist() == output.routes.tolist()
