@@ -87,7 +87,8 @@ class ReplayTerms:
     by design: what has no valid target is then a free row. ``trains_gates`` is ``False`` where gates get no gradient: they are frozen, or
     ``top_k=1`` with normalised weights leaves them none. A step has ``microbatches`` of ``microbatch_size`` samples.
     ``tolerance`` is the largest relative difference of loss and gradients between two runs that ought to agree (0: bit for
-    bit), ``float_digits`` how many decimal digits its loss carries. ``parallel`` says in words how the model is split.
+    bit; what ``torch.compile`` makes anew for another width may then sum the first one otherwise), ``float_digits`` how many
+    decimal digits its loss carries. ``parallel`` says in words how the model is split.
 
     Raises ``ContractError``, listing every problem at once.
     """
