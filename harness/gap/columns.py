@@ -40,7 +40,7 @@ def logprobs(values: Any, name: str) -> FloatArray:
     try:
         array = given.astype(np.float64, casting="unsafe" if given.dtype.kind in "iufUSO" else "no", copy=False)
     except (TypeError, ValueError) as error:
-        raise GapError(f"{name} must hold numbers (NaN where one is missing): {error}.") from error
+        raise GapError(f"{name} must hold numbers (NaN where one is missing): {one_line(str(error))}.") from error
     if array.ndim != 1:
         raise GapError(
             f"{name} must have one axis (tokens), not shape {array.shape}: flatten the batch, and say in sequence_id what belongs together."
@@ -76,9 +76,9 @@ def mask_column(values: Any) -> BoolArray:
         raise GapError(f"mask must have one axis (tokens), not shape {array.shape}.")
     if array.dtype != np.bool_:
         try:
-            numbers = array.astype(np.float64)
+            numbers = array.astype(np.float64, casting="unsafe" if array.dtype.kind in "iufUSO" else "no")
         except (TypeError, ValueError) as error:
-            raise GapError(f"mask must hold true and false, or 0 and 1: {error}.") from error
+            raise GapError(f"mask must hold true and false, or 0 and 1: {one_line(str(error))}.") from error
         if not np.isin(numbers, (0.0, 1.0)).all():
             raise GapError("mask must hold true and false, or 0 and 1: weights other than these would change what the metrics mean.")
         array = numbers == 1.0
@@ -117,10 +117,10 @@ def labels(values: Any, name: str, *, missing: bool) -> npt.NDArray[Any]:
     if values is None:
         raise GapError(f"{name} is missing: every token must have one.")
     array = _array(values, name)
-    if array.dtype.kind == "f" and not hasattr(values, "dtype") and all(isinstance(value, int) for value in values):
-        array = np.array(values, dtype=object)  # of whole numbers beyond 2**63 numpy makes floats, of which several are equal
     if array.ndim != 1:
         raise GapError(f"{name} must have one axis (tokens), not shape {array.shape}.")
+    if array.dtype.kind == "f" and not hasattr(values, "dtype") and all(isinstance(value, int) for value in values):
+        array = np.array(values, dtype=object)  # of whole numbers beyond 2**63 numpy makes floats, of which several are equal
     if array.dtype.kind not in "iufbUSO":
         raise GapError(f"{name} must hold whole numbers or text, not {array.dtype}.")
     there = known(array)
@@ -152,11 +152,13 @@ def labels(values: Any, name: str, *, missing: bool) -> npt.NDArray[Any]:
 
 
 def _whole(found: FloatArray, array: npt.NDArray[Any], name: str) -> None:
-    """Raise ``GapError`` for names that are fractions or infinite: of such no two are surely one."""
-    wrong = found[~(np.isfinite(found) & (found == np.floor(found)))]
+    """Raise ``GapError`` for names that are fractions, infinite or too large to be exact: of such no two are surely one."""
+    found = found.astype(np.float64)
+    wrong = found[~((np.abs(found) <= _EXACT) & (found == np.floor(found)))]
     if len(wrong):
         row = int(np.flatnonzero(array == wrong[0])[0])
-        raise GapError(f"{name} must hold whole numbers or text; it is {wrong[0]:g} in row {row:,}.")
+        far = " (a float does not hold it exactly: give integers)" if abs(wrong[0]) > _EXACT else ""
+        raise GapError(f"{name} must hold whole numbers or text; it is {wrong[0]:g} in row {row:,}{far}.")
 
 
 def _array(values: Any, name: str) -> npt.NDArray[Any]:

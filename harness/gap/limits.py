@@ -38,6 +38,10 @@ class Side(StrEnum):
     BOTH = "both"
 
 
+_HOPELESS = 1e5
+"""Times an interval must become sharper, from which no number of tokens is told: that takes the square of it as many."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
     """``target`` is what a healthy run of this class shows, ``warn`` what deserves a look, ``fail`` what decides the verdict."""
@@ -85,8 +89,8 @@ class Limit:
         bound = -self.fail if self.side is Side.BELOW else self.fail
         room = bound - value
         reach = (high - value) if room > 0 else (value - low)
-        needed = tokens * (reach / room) ** 2 if room else math.inf
-        return math.ceil(needed) if math.isfinite(needed) else None
+        sharper = reach / room if room else math.inf
+        return math.ceil(tokens * sharper**2) if sharper < _HOPELESS else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""

@@ -127,6 +127,7 @@ def page_text(report: GapReport, *, comparison: Comparison | None = None, locali
         comparison=comparison,
         localisation=localisation,
     )
+    text = text.encode("utf-8", "backslashreplace").decode()  # a file's name may hold bytes that are no text
     if len(text.encode()) > _MOST_BYTES:
         raise AssertionError(f"the page has {len(text.encode()):,} bytes, beyond the {_MOST_BYTES:,} that it promises")
     return text

@@ -178,7 +178,9 @@ class TokenPairs:
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    """A label as JSON has it; ``None`` for one that is missing."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if value != value else value
 
 
 def _order(codes: IntArray, position: npt.NDArray[Any] | None) -> IntArray | None:

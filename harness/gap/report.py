@@ -111,7 +111,9 @@ class GapReport:
             "aliases": {name: _number(value) for name, value in self.aliased().items()},
             "decomposition": [] if self.decomposition is None else self.decomposition.to_dict(),
             "worst": [dict(token) for token in self.panel.worst],
-            "per_layer": [] if self.panel.agreement is None else self.panel.agreement.per_layer.tolist(),
+            "per_layer": []
+            if self.panel.agreement is None
+            else [[_number(value) for value in layer] for layer in self.panel.agreement.per_layer.tolist()],
             "notes": list(self.notes),
         }
 

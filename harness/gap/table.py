@@ -44,12 +44,20 @@ def read_columns(
 
     Raises as ``read_pairs`` does where one of ``required`` is not there.
     """
+    import pyarrow as pa
+
     table = _load(path, dict(renamed or {}), required)
-    columns = {name: _plain_lists(table.column(name)) for name in table.column_names}
-    listed = {name for name, column in columns.items() if _depth(column.type) > (2 if name in _ROUTES else 0)}
-    if listed:
-        columns = _flattened(columns, listed, path)
-    values = {name: _numpy(name, column) for name, column in columns.items()}
+    try:
+        columns = {name: _plain(table.column(name)) for name in table.column_names}
+        listed = {name for name, column in columns.items() if _depth(column.type) > (2 if name in _ROUTES else 0)}
+        if listed:
+            columns = _flattened(columns, listed, path)
+        values = {name: _numpy(name, column) for name, column in columns.items()}
+    except pa.ArrowNotImplementedError as error:
+        kinds = ", ".join(f"{name} {table.column(name).type}" for name in table.column_names)
+        raise GapError(
+            f"{path} has a column of a kind that Arrow cannot work with ({kinds}): write plain numbers, text or lists."
+        ) from error
     tags = values.get("version")
     number = int if tags is None or tags.dtype.kind not in "OUS" else str  # a tag "0" is that of trainer_logprob@0
     by_version = {_version(name, number, path): values.pop(name) for name in list(values) if name.startswith(_BY_VERSION)}
@@ -95,8 +103,11 @@ def _mark(path: Path) -> bytes:
             f"{path} is no plain file (a pipe, a terminal or a device): Parquet is read from its end, so write it to a file first."
         )
     try:
+        str(path).encode()
         with path.open("rb") as file:
             mark = file.read(4)
+    except UnicodeEncodeError as error:
+        raise GapError(f"{path} cannot be opened by Arrow: its name holds bytes that are no UTF-8. Rename it.") from error
     except OSError as error:
         raise GapError(f"{path} cannot be opened: {error.strerror}.") from error
     if mark not in (_PARQUET, _ARROW, _STREAM):
@@ -133,12 +144,32 @@ def _named(table: Any, renamed: Mapping[str, str]) -> Any:
     return table.rename_columns([ours.get(name, name) for name in table.column_names])
 
 
-def _plain_lists(column: Any) -> Any:
-    """A column of list views as one of lists, which every function of Arrow takes."""
+def _plain(column: Any) -> Any:
+    """A column of views (of lists, text or bytes) or of runs as one of plain values, which every function of Arrow takes."""
     import pyarrow as pa
 
-    view = getattr(pa.types, "is_list_view", None)  # since pyarrow 16
-    return column.cast(pa.list_(column.type.value_type)) if view is not None and view(column.type) else column
+    if not any(kind in str(column.type) for kind in ("_view", "run_end_encoded")):
+        return column
+    return pa.chunked_array([_without_views(chunk) for chunk in column.chunks or [column.combine_chunks()]])
+
+
+def _without_views(array: Any) -> Any:
+    """Lists are put together anew: of views that were read from a file, pyarrow casts the last one wrongly (26.0.1)."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = str(array.type).partition("<")[0]
+    if kind == "run_end_encoded":
+        return _without_views(pc.run_end_decode(array))
+    if kind in ("string_view", "binary_view"):
+        return array.cast(pa.string() if kind == "string_view" else pa.binary())
+    if "_view" not in str(array.type) or "list" not in kind:
+        return array
+    lengths = pc.fill_null(array.sizes if kind.endswith("_view") else pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    absent = array.is_null()
+    offsets = np.concatenate([[0], np.cumsum(np.where(absent.to_numpy(zero_copy_only=False), 0, lengths))])
+    mask = absent if array.null_count else None
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), _without_views(array.flatten()), mask=mask)
 
 
 def _depth(kind: Any) -> int:
@@ -172,7 +203,7 @@ def _flattened(columns: Mapping[str, Any], listed: set[str], path: Path) -> dict
 
 def _one_row_each(column: Any, path: Path) -> None:
     """Raise ``GapError`` where two rows have one sequence_id: which of them a position is in could not be told."""
-    ids = column.to_pylist()
+    ids = [str(name) for name in column.to_pylist()]
     twice = next((name for name, count in Counter(ids).items() if count > 1), None)
     if twice is not None:
         rows = [row for row, name in enumerate(ids) if name == twice][:2]

@@ -40,6 +40,9 @@ class Scorer:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
+        ({"replica": 1.0}, GapError, r"replica must have one axis \(tokens\), not shape \(\)"),
+        ({"mask": np.ones(N, complex)}, GapError, "mask must hold true and false, or 0 and 1: Cannot cast"),
+        ({"trainer_logprob": ["x" * 9000] * N}, GapError, r"must hold numbers .*characters\)\.$"),
         ({"seed": -1}, UsageError, "seed=-1 must be a whole number of at least 0"),
         ({"seed": "a"}, UsageError, "seed='a' must be a whole number"),
         ({"seed": 1.5}, UsageError, "seed=1.5 must be a whole number"),

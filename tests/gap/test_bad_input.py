@@ -62,6 +62,7 @@ BROKEN = [
     ("positive under a version", records(**{"trainer_logprob@3": np.full(N, 0.5)}), "error", "trainer_logprob@3 holds 400 of 400 values"),
     ("no mask", records(mask=None), "error", "mask"),
     ("a mask of weights", records(mask=np.full(N, 0.5)), "error", "mask must hold true and false"),
+    ("versions beyond exact floats", records(version=np.full(N, 1e300)), "error", "1e.300 in row 0 .a float does not hold it exactly"),
     ("all masked", records(mask=np.zeros(N)), "open", "the mask excludes all 400"),
     ("no row", NONE, "open", "the mask excludes all 0"),
     ("one token", FIRST, "open", "1 sequence is too few"),

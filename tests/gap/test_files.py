@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from rollproof.errors import GapError
 from rollproof.gap import measure, measure_pairs
+from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import limits_named
 from rollproof.gap.table import read_pairs
 
@@ -115,3 +117,47 @@ def test_sequences_in_pieces_are_told() -> None:
     assert any(note.startswith("The rows of 20 sequences stand in several places") for note in measure(**mixed, resamples=100).notes)
     for whole in (measure(**mixed, position=order % LENGTH, resamples=100), measure(**TOKENS, resamples=100)):
         assert not any("several places" in note for note in whole.notes)
+
+
+@pytest.mark.parametrize("kind", ["string_view", "dictionary", "runs", "list_view", "views in lists"])
+def test_kinds_of_arrow_that_few_functions_take(tmp_path: Path, kind: str) -> None:
+    """Views and runs are read as the values that they stand for, also in a file with one row a sequence."""
+    if not hasattr(pa, "list_view"):
+        pytest.skip("this pyarrow has no views")
+    names = [f"s{number}" for number in range(SEQUENCES)]
+    changes: dict[str, Any] = {
+        "string_view": lambda: {"sequence_id": pa.array(names, pa.string_view())},
+        "dictionary": lambda: {"replica": pa.array(["a"] * SEQUENCES).dictionary_encode()},
+        "runs": lambda: {"version": pa.RunEndEncodedArray.from_arrays([SEQUENCES], [3])},
+        "list_view": lambda: {"mask": pa.array(ROWS["mask"], pa.list_view(pa.bool_()))},
+        "views in lists": lambda: {"part": pa.array([["response"] * LENGTH] * SEQUENCES, pa.list_(pa.string_view()))},
+    }[kind]()
+    path = tmp_path / "records.arrow"
+    table = pa.table({**ROWS, **changes})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    assert (N, SEQUENCES) == ((found := read_pairs(path)).n_tokens, found.n_sequences)
+
+
+def test_names_that_are_records_are_refused(tmp_path: Path) -> None:
+    """Also in a file with one row a sequence, whose names are compared first."""
+    with pytest.raises(GapError, match="sequence_id must hold whole numbers or text"):
+        read_pairs(write(tmp_path, {**ROWS, "sequence_id": [{"prompt": number} for number in range(SEQUENCES)]}))
+
+
+def test_what_is_missing_is_null_in_json() -> None:
+    """JSON has no NaN: a layer whose rows hold no selection, and a token id that is missing, are null."""
+    routes = np.argsort(np.random.default_rng(2).random((N, 3, 8)), axis=2)[:, :, :2]
+    routes[:, 0] = -1
+    report = measure(**TOKENS, rollout_routes=routes, trainer_routes=routes, token_id=np.full(N, np.nan), resamples=100)
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert [[None, None], [0.0, 0.0], [0.0, 0.0]] == found["per_layer"]
+    assert found["worst"][0]["token_id"] is None
+
+
+def test_a_limit_that_no_number_of_tokens_decides() -> None:
+    """An interval without an end in sight is undecided, and no number is told; nor does it overflow."""
+    limit = limits_named("moe-bf16").limits["abs_diff_mean"]
+    for high in (1e250, float("inf")):
+        assert limit.tokens_needed(Interval(value=0.01, low=0.0, high=high), 100) is None
+    assert 400 == limit.tokens_needed(Interval(value=0.01, low=0.0, high=0.09), 100)

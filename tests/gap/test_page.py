@@ -110,6 +110,13 @@ def test_text_of_the_user_is_escaped() -> None:
     assert "&lt;b&gt;$x_2$&lt;/b&gt;" in text
 
 
+def test_bytes_that_are_no_text_are_written_out() -> None:
+    """A file's name may hold some, as Python has them: the page is UTF-8 all the same."""
+    rollout = np.full(400, -1.0)
+    report = measure(rollout, rollout, sequence_id=np.arange(400) // 20, mask=np.ones(400), subject="caf\udce9.parquet", resamples=100)
+    assert "caf\\udce9.parquet" in page_text(report).encode().decode()
+
+
 def test_a_page_tells_verdict_limits_and_sources() -> None:
     """The verdict, each judged metric with its limit and source, every cause with what to do, and the foreign names stand in the page."""
     report, text = _report("off by one, late"), _page("off by one, late")
