@@ -160,7 +160,7 @@ def _without_views(array: Any) -> Any:
 
     kind = str(array.type).partition("<")[0]
     if kind == "run_end_encoded":
-        return _without_views(pc.run_end_decode(array))
+        return _without_views(pc.call_function("run_end_decode", [array]))
     if kind in ("string_view", "binary_view"):
         return array.cast(pa.string() if kind == "string_view" else pa.binary())
     if "_view" not in str(array.type) or "list" not in kind:
