@@ -65,7 +65,8 @@ def encode_event(event: Event, parts: Parts) -> dict[str, Any]:
 def encode_fields(event: Event, parts: Parts) -> dict[str, Any]:
     """The same without the kind."""
     kind: Any = type(event)
-    if EVENT_KINDS.get(event.kind) is not kind:
+    known: Any = EVENT_KINDS.get(event.kind)
+    if known is not kind:
         raise TraceError(f"{kind.__name__} is not a kind of event that a trace holds; those are {sorted(EVENT_KINDS)}.")
     try:
         wire: dict[str, Any] = _codec(kind).encode(event, parts)
