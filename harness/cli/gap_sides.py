@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollproof.errors import UsageError
+from rollproof.errors import RollproofError, SubjectError, UsageError
+from rollproof.telling import told_with_place
 
 if TYPE_CHECKING:
     from rollproof.gap.localisation import Localisation
@@ -113,16 +114,23 @@ def _scorer(spec: str, dtype: str, temperature: float | None) -> Any:
         return HfTrainer.of(spec.removeprefix(_HF), dtype=dtype, temperature=temperature)
     if spec.startswith("score:") or Path(spec).exists() or ":" not in spec:
         return None
-    trainer = _made(spec, "--trainer")()
+    trainer = _made(spec, "--trainer")
     if not callable(getattr(trainer, "score", None)):
         raise UsageError(f"{spec} makes a {type(trainer).__name__}, which has no score(rollouts, *, version, replay): see docs/gap.md.")
     return trainer
 
 
-def _made(spec: str, option: str) -> Any:
+def _made(spec: str, option: str, *arguments: Any) -> Any:
     from rollproof.cli.targets import named_factory
 
-    return named_factory(spec, option)
+    factory = named_factory(spec, option)
+    try:
+        return factory(*arguments)
+    except RollproofError:
+        raise
+    except Exception as error:  # whatever a user's factory raises, told in our words
+        called = "with input_ids and attention_mask" if arguments else "without arguments"
+        raise SubjectError(f"{option} {spec} was called {called} and raised {told_with_place(error)}.") from error
 
 
 def localised(sides: Sides, spec: str) -> Localisation:
@@ -147,6 +155,6 @@ def localised(sides: Sides, spec: str) -> Localisation:
         other = HfTrainer.of(spec.removeprefix(_HF), dtype=sides.trainer.dtype)
         second = hf_forward(other.model(version), ids, mask, name=spec)
     else:
-        made = _made(spec, "--localise")(ids, mask)
+        made = _made(spec, "--localise", ids, mask)
         second = hf_forward(made, ids, mask, name=spec) if isinstance(made, torch.nn.Module) else made
     return localise(first, second)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rollproof.contract import Provenance
-from rollproof.errors import GapError, UsageError
+from rollproof.errors import GapError, RollproofError, SubjectError, UsageError
 from rollproof.gap.joining import Sample, current_columns, rollout_columns, samples_of
 from rollproof.gap.limits import Limits, limits_of
 from rollproof.gap.measuring import measure_pairs, require_sampling
@@ -22,6 +22,7 @@ from rollproof.gap.pairs import FloatArray, TokenPairs
 from rollproof.gap.report import GapReport
 from rollproof.records import IntArray, Rollout, Version
 from rollproof.store import open_trace
+from rollproof.telling import told_with_place
 
 __all__ = ["GapTrainer", "Scored", "measure_rollouts", "score_rollouts"]
 
@@ -83,7 +84,7 @@ def score_rollouts(
     for version in everyone:
         names = [name for name in samples if every_version or version in wanted[name]]
         own = [samples[name].rollout for name in names]
-        found = trainer.score(own, version=version, replay=replay)
+        found = _found(trainer, own, version, replay)
         if not isinstance(found, Sequence | np.ndarray):
             raise GapError(f"The trainer's score returned a {type(found).__name__}: it returns one Scored for each rollout, in a list.")
         if len(found) != len(own):
@@ -157,6 +158,15 @@ def _versions(sample: Sample) -> list[Version]:
     """The versions of a rollout's tokens, each once; ``[None]`` where they are not told."""
     found = sample.versions
     return [None] if found is None else list(dict.fromkeys(found))
+
+
+def _found(trainer: Any, rollouts: Sequence[Rollout], version: Version, replay: bool) -> Any:
+    try:
+        return trainer.score(rollouts, version=version, replay=replay)
+    except RollproofError:
+        raise
+    except Exception as error:  # whatever a user's trainer raises, told in our words
+        raise SubjectError(f"The trainer's score raised {told_with_place(error)}.") from error
 
 
 def _checked(name: str, rollout: Rollout, scored: Any, version: Version) -> Scored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollproof.cli.app import run
-from rollproof.errors import GapError, UsageError
+from rollproof.errors import GapError, SubjectError, UsageError
 from rollproof.gap import Limits, limits_named, measure, measure_rollouts, score_rollouts
 from rollproof.gap.table import read_pairs
 from rollproof.report import ExitCode
+from rollproof.store import dump_trace
+from tests.support.resumed import resumed
 
 N = 400
 ROLLOUT = -np.random.default_rng(1).exponential(0.4, N)
@@ -162,3 +165,19 @@ def test_a_sharp_model_s_last_tokens_are_no_padding() -> None:
     assert not any(
         "padding" in note for note in gap(rollout_logprob=rollout, trainer_logprob=rollout, sequence_id=np.arange(N) // 40).notes
     )
+
+
+class Raising:
+    """A trainer whose forward breaks."""
+
+    def score(self, rollouts: Any, *, version: Any, replay: bool) -> Any:
+        raise ValueError("shapes do not fit")
+
+
+def test_what_a_trainer_of_the_user_raises_is_told_as_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is no internal error: the line names the exception and where it came from, at a call and at the command."""
+    dump_trace(resumed(), tmp_path / "trace.json")
+    with pytest.raises(SubjectError, match=r"The trainer's score raised ValueError: shapes do not fit \(test_arguments.py:\d+, in score\)"):
+        score_rollouts(tmp_path / "trace.json", Raising())
+    assert ExitCode.USAGE == run(["gap", "--rollout", str(tmp_path / "trace.json"), "--trainer", "json:loads"])
+    assert re.search("--trainer json:loads was called without arguments and raised TypeError: loads.. missing", capsys.readouterr().err)
