@@ -36,6 +36,19 @@ class Known:
             )
         return cls(matrix=matrix, version=version, parts={name: str(recipe["part"]) for name, recipe in recipes.items()})
 
+    @classmethod
+    def told(cls, targets: Iterable[Target], reports: Iterable[Report]) -> str | None:
+        """How many of the checks that fail in a run without --matrix are known to, and where that is written; ``None`` where none is."""
+        try:
+            known = cls.of(targets).reasons()
+        except UsageError:
+            return None
+        count = sum(result.id in known[report.subject] for report in reports for result in report.failed)
+        if not count:
+            return None
+        which = "1 of these checks is" if count == 1 else f"{count} of these checks are"
+        return f"note: {which} known to fail in this release (docs/stacks.md); --matrix says which fail otherwise than that"
+
     def reasons(self) -> dict[str, dict[str, str]]:
         """By target: the checks that are known to fail, with the reason."""
         return {name: self.matrix.known(self.version, part) for name, part in self.parts.items()}

@@ -104,6 +104,8 @@ def verify(
         raise
     whole = reports[0] if len(reports) == 1 else merge_reports(title, reports)
     _show(output, whole, reports, verbose=verbose)
+    told = Known.told(targets, reports) if stack is not None and known is None else None
+    output.lines([(Style.DOUBT, f"  {told}")] if told else [])
     output.json(_json(whole, reports, targets))
     stale = _settle(output, listed, reports, accept=accept)
     if known is not None:

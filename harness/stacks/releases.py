@@ -50,7 +50,8 @@ class Release:
 
     def install(self, version: str | None = None) -> str:
         """The commands that install ``version`` (default: the newest known) beside rollproof."""
-        wanted = version if version in self.versions else self.versions[-1]
+        # a package index has versions that the adapters do not know: who forces one wants that one
+        wanted = version if version in self.versions or (version and self.repository is None) else self.versions[-1]
         first = f"python -m pip install -r {requirements_file(self.requirements)}"
         if self.beside:
             first += f" && python -m pip install --no-deps {' '.join(self.beside)}"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rollproof.checks import CheckResult, Verdict, default_registry
+from rollproof.cli.known import Known
+from rollproof.cli.targets import Target
 from rollproof.errors import ExpectationError, UsageError
 from rollproof.expected import Outcome
+from rollproof.report import Report
 from rollproof.stacks import STACKS, release_of
 from rollproof.stacks.matrix import Matrix
 
@@ -136,3 +141,20 @@ def test_every_matrix_is_that_of_a_stack() -> None:
     files = sorted((ROOT / "harness" / "stacks" / "verdicts").glob("*.toml"))
     assert sorted(STACKS) == [path.stem for path in files]
     assert all(tomllib.loads(path.read_text(encoding="utf-8")) for path in files)
+
+
+def test_a_run_without_the_matrix_says_what_is_known() -> None:
+    """How many of the failing checks of a pinned release are known to fail; nothing where none is, or the release is not pinned."""
+    target = Target(
+        name="areno 0.10.0 merged-rollouts", factory=object, recipe={"stack": "areno", "version": "0.10.0", "part": "merged-rollouts"}
+    )
+
+    def told(version: str, *failing: str) -> str | None:
+        results = tuple(CheckResult(check=default_registry()[check], verdict=Verdict.FAIL, reason="1 finding") for check in failing)
+        report = Report(subject=target.name, profile="batches", seed=0, results=results)
+        return Known.told([replace(target, recipe={**target.recipe, "version": version})], [report])
+
+    note = "note: 1 of these checks is known to fail in this release (docs/stacks.md); --matrix says which fail otherwise than that"
+    assert note == told("0.10.0", "batch.refuses", "batch.tokens")
+    assert None is told("0.10.0", "batch.tokens")
+    assert None is told("0.9.0", "batch.refuses")

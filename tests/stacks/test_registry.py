@@ -38,6 +38,13 @@ def test_an_unknown_stack_is_refused_with_the_ones_that_exist() -> None:
         load_stack("verll")
 
 
+def test_a_forced_version_is_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who forces a version that the adapters do not know, while another is installed, is told how to install that very one."""
+    monkeypatch.setattr(stacks, "installed_version", lambda name: "0.9.1")
+    with pytest.raises(StackError, match=r"verl==0\.10\.0 was asked for, but 0\.9\.1 is installed.*\n.*--no-deps verl==0\.10\.0$"):
+        load_stack("verl==0.10.0", force=True)
+
+
 def test_a_missing_stack_names_the_commands_that_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not installed: the error has the pinned requirements and the version that was asked for."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: None)
@@ -242,10 +249,10 @@ def test_a_released_package_is_not_judged_from_a_checkout(tmp_path: Path) -> Non
 
 
 def test_the_table_of_versions_is_the_release() -> None:
-    """The versions that the commands offer are those that the table has; the newest known one is offered by default."""
+    """The versions that the commands offer are those that the table has; the newest known one is offered by default, and another where it is asked for."""
     assert tuple(VERSIONS) == RELEASE.versions
     assert RELEASE.install().endswith("verl==0.9.1")
-    assert RELEASE.install("7.7").endswith("verl==0.9.1")
+    assert RELEASE.install("7.7").endswith("verl==7.7")
 
 
 def test_parts_are_chosen_by_name() -> None:
