@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 import socket
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from rollproof.case import EngineOptions, Model
 from rollproof.errors import TraceError
+from rollproof.fakes.http.asgi import Whole
+from rollproof.fakes.http.at_once import _EXTENSIONS, writing_at_once
 from rollproof.fakes.http.backing import Backing, RoutesForm, ServeOptions
 from rollproof.fakes.http.keeping import Kept
 from rollproof.fakes.http.line import Line
@@ -117,6 +121,63 @@ def test_an_answer_has_the_same_head_however_it_is_written() -> None:
         assert length is not None
         assert b'"id":"%d"' % number in answer
         assert len(answer.partition(b"\r\n\r\n")[2]) == int(length[1])
+
+
+def test_a_connection_is_closed_where_uvicorn_looks_for_the_header_only_when_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As releases of it up to 0.46 at least do: what a cycle says of keeping the connection alive is not all."""
+    impl = pytest.importorskip("uvicorn.protocols.http.httptools_impl", reason="uvicorn's own parser writes every answer itself")
+    close = (b"connection", b"close")
+
+    class Older(impl.RequestResponseCycle):  # type: ignore[misc]
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**{**given, "keep_alive": True})
+
+        async def send(self, message: Any) -> None:
+            if not self.response_started and close in self.scope["headers"]:
+                message = {**message, "headers": [*message["headers"], close]}
+            await super().send(message)
+
+    monkeypatch.setattr(impl, "RequestResponseCycle", Older)
+    text = b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}'
+    with (
+        served("sglang", OPTIONS) as server,
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=3) as client,
+    ):
+        client.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+        heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert b"\r\nconnection: close\r\n" in heard
+    assert heard.endswith(b"}}")
+
+
+def test_what_is_not_known_of_uvicorn_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release whose cycles lack something, or are made otherwise, writes its answers itself; so does one whose connection is closing."""
+    impl = pytest.importorskip("uvicorn.protocols.http.httptools_impl", reason="uvicorn's own parser writes every answer itself")
+    protocol, known = impl.HttpToolsProtocol, impl.RequestResponseCycle
+    offering = writing_at_once(protocol)
+    assert protocol is not offering
+
+    class Without(known):  # type: ignore[misc]
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            del self.waiting_for_100_continue
+
+    for unknown in (Without, lambda *, flow: flow.missing, 7, None):
+        monkeypatch.setattr(impl, "RequestResponseCycle", unknown)
+        assert protocol is writing_at_once(protocol)
+
+    class Closing:
+        written: ClassVar[list[bytes]] = []
+        writelines = written.extend
+
+        def is_closing(self) -> bool:
+            return True
+
+    given = dict.fromkeys(inspect.signature(known).parameters)
+    flow = SimpleNamespace(write_paused=False)
+    cycle = known(**{**given, "scope": {"headers": []}, "keep_alive": True, "flow": flow, "transport": Closing()})
+    at_once = next(iter(_EXTENSIONS.values()))
+    assert not at_once(cycle.send, Whole(b"{}"))
+    assert [] == Closing.written
 
 
 @pytest.mark.parametrize("form", [None, RoutesForm.COMPACT])
