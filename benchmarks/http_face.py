@@ -3,7 +3,8 @@
     python benchmarks/http_face.py [--requests 3000] [--connections 64] [--rounds 3]
 
 First table: SGLang's ``/generate`` with 32 tokens, logprobs and routes of 48 layers, top-8 (80 KB of base64), the coded engine included,
-with its trace written to a file and without; beside it a bare starlette endpoint that reads the body and sends the same bytes. Second
+with its trace written to a file and without; beside it a bare starlette endpoint that reads the body and sends the same bytes, and the
+least that a face could do: read the body, draw a reply and send it, without engine, checks, trace and starlette. Second
 table: chats of the faces, beside mock servers of the package index where they are installed (``pip install fakellm llmock
 xpyd-sim``), told to take no time; vllm-mock has no server, guidellm's wants torch and transformers, mockllm downloads a tokenizer. All
 run on uvicorn, with httptools and uvloop where those are installed; each is a process of its own, pinned to one core, and the client to
@@ -72,15 +73,13 @@ def pinned(*cores: int) -> None:
 
 def run_face(pipe: Connection, face: str, trace: str | None, *, routes: bool) -> None:
     """Serve a face on a free port; tells the port."""
-    from rollproof.case import EngineOptions, Model
+    from rollproof.case import EngineOptions
     from rollproof.fakes.http.backing import Backing, ServeOptions
     from rollproof.fakes.http.serving import bound_socket, serve_forever
     from rollproof.store import TraceWriter
 
     pinned(0)
-    layers = 48 if routes else 1
-    model = Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=128, top_k=8, vocab=150_000)
-    options = ServeOptions(flavour=face, model=model, engine=EngineOptions(max_batch=256, step=0.0))
+    options = ServeOptions(flavour=face, model=_model(48 if routes else 1), engine=EngineOptions(max_batch=256, step=0.0))
     listening = bound_socket()
     pipe.send(listening.getsockname()[1])
     if trace is None:
@@ -88,6 +87,43 @@ def run_face(pipe: Connection, face: str, trace: str | None, *, routes: bool) ->
         return
     with TraceWriter(Path(trace), Backing.header(options), mode="w") as writer:
         serve_forever(face, options, [listening], sinks=[writer], access_log=False)
+
+
+def run_least(pipe: Connection) -> None:
+    """Serve what a face cannot do without: the body is read, a reply drawn and written. No engine, nothing is checked or recorded."""
+    import uvicorn
+
+    from rollproof.fakes.coded import CodedPolicy
+    from rollproof.fakes.http.bodies import dumped, text_of
+    from rollproof.fakes.http.serving import _fast_loop, _rare_collections, bound_socket
+    from rollproof.fakes.http.wire import as_int32
+
+    policy = CodedPolicy.from_model(_model(48), 0)
+
+    async def answer(_: Any, receive: Any, send: Any) -> None:
+        body = json.loads((await receive())["body"])
+        ids, count = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        tokens, _ = policy.draw(0, policy.start_state(ids), count)
+        whole = [*ids, *tokens]
+        pairs = [(logprob, token, None) for logprob, token in zip(policy.logprobs(0, whole, len(ids)).tolist(), tokens, strict=True)]
+        text = dumped({"text": text_of(tokens), "output_ids": tokens, "meta_info": {"output_token_logprobs": pairs}})
+        content = b"".join((text[:-2], b',"routed_experts":"', as_int32(policy.routes(0, whole[:-1])), b'"}}'))
+        headers = [(b"content-length", b"%d" % len(content)), (b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    pinned(0)
+    listening = bound_socket()
+    pipe.send(listening.getsockname()[1])
+    server = uvicorn.Server(uvicorn.Config(answer, log_level="warning", access_log=False, lifespan="off", proxy_headers=False))
+    with _rare_collections(), asyncio.Runner(loop_factory=_fast_loop()) as runner:
+        runner.run(server.serve(sockets=[listening]))
+
+
+def _model(layers: int) -> Any:
+    from rollproof.case import Model
+
+    return Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=128, top_k=8, vocab=150_000)
 
 
 def run_bare(pipe: Connection, content: bytes) -> None:
@@ -272,7 +308,9 @@ def main() -> None:
         sample.round(10, 1)
         sample.stop()
         bare = Contestant("bare starlette endpoint", "/generate", GENERATE, run_bare, (sample.content,))
-        running = race([bare, _face("SGLang face, trace written to a file", trace), _face("SGLang face, no trace file", None)], options)
+        least = Contestant("a reply drawn and sent, no engine", "/generate", GENERATE, run_least)
+        faces = [_face("SGLang face, trace written to a file", trace), _face("SGLang face, no trace file", None)]
+        running = race([bare, *faces, least], options)
         table("/generate: 32 tokens, logprobs, routes of 48 layers", running)
         chats = [
             Contestant("bare starlette endpoint", "/v1/chat/completions", CHAT, run_bare, (b"x" * 700,)),
