@@ -165,7 +165,8 @@ def _without_views(array: Any) -> Any:
         return array.cast(pa.string() if kind == "string_view" else pa.binary())
     if "_view" not in str(array.type) or "list" not in kind:
         return array
-    lengths = pc.fill_null(array.sizes if kind.endswith("_view") else pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    lengths: Any = array.sizes if kind.endswith("_view") else pc.list_value_length(array)
+    lengths = lengths.fill_null(0).to_numpy(zero_copy_only=False)
     absent = array.is_null()
     offsets = np.concatenate([[0], np.cumsum(np.where(absent.to_numpy(zero_copy_only=False), 0, lengths))])
     mask = absent if array.null_count else None
