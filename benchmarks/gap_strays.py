@@ -1,6 +1,6 @@
 """How often single sequences are told to stand apart: of healthy sets (never, it should be), and where a few in a hundred have a fault.
 
-python benchmarks/gap_strays.py [--sets 200] [--profile moe-bf16 ...]
+python benchmarks/gap_strays.py [--sets 200] [--profile moe-bf16 ...] [--real FAMILY]
 
 Healthy sets of the closed form: 64 sequences of 500 tokens, 256 of 200, 16 of 4,000, 64 of 500 whose noise is spread twice as far. Faults
 are of the mechanistic fake, with full distributions: every set takes its sequences anew out of 1,024 healthy ones and 64 of each fault.
@@ -86,12 +86,42 @@ def detection(profile: str, sets: int) -> None:
         print(f"of 1,000: {' '.join(rates[6:])}  healthy ones accused: {wrong}", flush=True)
 
 
+def on_a_model(family: str) -> None:
+    """Healthy sets of the model, and sets of 60 sequences with 1 or 3 of a fault in the place of healthy ones."""
+    import torch
+    from gap_real import FAULTS as CASES
+    from gap_real import NUMERICS, OWNER, Contexts
+
+    torch.set_num_threads(1)
+    contexts = Contexts(4000, family)
+
+    def columns(name: str, seed: int) -> dict[str, Any]:
+        return {column: values for column, values in CASES[name][1](contexts).draw(seed).items() if "routes" not in column}
+
+    for name in (name for name, (expected, _) in CASES.items() if expected == NUMERICS):
+        print(f"{name:32} told: {[sorted(told(columns(name, seed))) for seed in (0, 1)]}", flush=True)
+    for fault in (*FAULTS, *VERSIONED):
+        healthy = columns("numerics, every version" if fault in VERSIONED else "numerics, bf16", 0)
+        faulty, out = columns(fault, 1), []
+        for planted in (1, 3):
+            hit = np.isin(OWNER, np.arange(planted))
+            mixed = healthy | {name: np.where(hit, faulty[name], healthy[name]) for name in ("rollout_logprob", "trainer_logprob")}
+            if "by_version" in healthy:
+                scores = healthy["by_version"].items()
+                mixed["by_version"] = {v: np.where(hit, faulty["by_version"][v], own) for v, own in scores}
+            out.append(sorted(told(mixed)))
+        print(f"{fault:32} planted in 0 and in 0 to 2 of 60, told: {out[0]} and {out[1]}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sets", type=int, default=200)
+    parser.add_argument("--real", metavar="FAMILY", help="a tiny model of HF transformers instead, such as qwen3_moe (gap_real.py)")
     parser.add_argument("--profile", nargs="*", choices=list(PROFILES), default=list(PROFILES))
     options = parser.parse_args()
-    for profile in options.profile:
+    if options.real:
+        on_a_model(options.real)
+    for profile in options.profile if not options.real else ():
         false_alarms(profile, options.sets)
         detection(profile, 10 * options.sets)
 
