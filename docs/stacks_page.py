@@ -44,8 +44,8 @@ def stacks_page() -> Iterator[str]:
     yield "# Stacks\n\nReleased frameworks whose own, unmodified code is judged on fake engines: `rollproof verify --stack NAME`,"
     yield "where it is installed; `nox -s upstream -- NAME==VERSION` installs it and holds its verdicts to the matrix of"
     yield "[harness/stacks/verdicts](../harness/stacks/verdicts). What fails is shown by hand in [track-record.md](track-record.md)."
-    yield "An entry says of each check that fails what kind of finding it shows, and after which situations: another kind, or another situation,"
-    yield "is an error, as a pass or an unknown verdict is. Which schedules are drawn follows from the seed, and the matrix is that of the default."
+    yield "An entry says of each check that fails what kind of finding it shows, and after which situations: another kind, or another"
+    yield "situation, is an error, as a pass or an unknown verdict is. The seed draws the schedules; the matrix is that of the default one."
     yield "slime, prime-rl, NeMo-RL and ROLL are judged from a checkout, `--checkout DIR`, at the commit of the table; `--force` judges"
     yield "another commit, or code that was changed there (`<commit>+changed`), as that one.\n"
     yield from _parts(results)

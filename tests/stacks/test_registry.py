@@ -249,7 +249,7 @@ def test_a_released_package_is_not_judged_from_a_checkout(tmp_path: Path) -> Non
 
 
 def test_the_table_of_versions_is_the_release() -> None:
-    """The versions that the commands offer are those that the table has; the newest known one is offered by default, and another where it is asked for."""
+    """The commands offer the newest known version by default, and another where it is asked for."""
     assert tuple(VERSIONS) == RELEASE.versions
     assert RELEASE.install().endswith("verl==0.9.1")
     assert RELEASE.install("7.7").endswith("verl==7.7")
