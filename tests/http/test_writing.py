@@ -129,6 +129,8 @@ def test_a_connection_is_closed_where_uvicorn_looks_for_the_header_only_when_it_
     close = (b"connection", b"close")
 
     class Older(impl.RequestResponseCycle):  # type: ignore[misc]
+        __signature__ = inspect.signature(impl.RequestResponseCycle)
+
         def __init__(self, **given: Any) -> None:
             super().__init__(**{**given, "keep_alive": True})
 
@@ -138,6 +140,7 @@ def test_a_connection_is_closed_where_uvicorn_looks_for_the_header_only_when_it_
             await super().send(message)
 
     monkeypatch.setattr(impl, "RequestResponseCycle", Older)
+    assert impl.HttpToolsProtocol is not writing_at_once(impl.HttpToolsProtocol)
     text = b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}'
     with (
         served("sglang", OPTIONS) as server,
@@ -157,6 +160,8 @@ def test_what_is_not_known_of_uvicorn_is_left_to_it(monkeypatch: pytest.MonkeyPa
     assert protocol is not offering
 
     class Without(known):  # type: ignore[misc]
+        __signature__ = inspect.signature(known)
+
         def __init__(self, **given: Any) -> None:
             super().__init__(**given)
             del self.waiting_for_100_continue
