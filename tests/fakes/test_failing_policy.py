@@ -12,6 +12,7 @@ from rollproof.errors import SubjectError
 from rollproof.fakes.coded import CodedPolicy, Stretch
 from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.flavours import FLAVOURS
+from rollproof.fakes.hashing import Hashes
 from rollproof.fakes.managers import AsSampled
 from rollproof.records import EngineOutput, IntArray, LogprobArray
 from rollproof.runner import run_case
@@ -31,14 +32,14 @@ def made(policy: type[CodedPolicy], model: Model = MODEL) -> CodedPolicy:
 class Superstitious(CodedPolicy):
     """Has no logprobs for what follows token 13."""
 
-    def logprobs_many(self, stretches: Sequence[Stretch]) -> list[LogprobArray]:
+    def logprobs_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]) -> list[LogprobArray]:
         if any(13 in ids for _, ids, _, _ in stretches):
             raise ZeroDivisionError("no logprob after 13")
-        return super().logprobs_many(stretches)
+        return super().logprobs_many(stretches, hashes)
 
 
 class Routeless(CodedPolicy):
-    def routes_many(self, stretches: Sequence[Stretch]) -> list[IntArray]:
+    def routes_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]) -> list[IntArray]:
         raise ValueError("no routes")
 
 
