@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep  # as it is now: a test of a stack may replace it
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -60,17 +61,16 @@ class Watchdog:
         self.told: str | None = None
         self._progress = progress
         self._seconds = seconds
-        self._over = _thread.allocate_lock()
         self._raising = _thread.allocate_lock()
         self._ended = False
         self._times = 0
         self._watched = _thread.get_ident()
+        self._seen, self._real, self._used, self._before = -1, 0.0, 0.0, 0.0
 
     def __enter__(self) -> Self:
         if self._seconds:
-            self._over.acquire()
-            # not threading.Thread: a subject that lists its threads does not see it, and there is one for each of thousands of cases
-            _thread.start_new_thread(self._watch, ())
+            _entered[id(self)] = self
+            _see_to_a_thread()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -79,23 +79,21 @@ class Watchdog:
                 self._ended = True
                 if self.told is not None:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), None)
-            self._over.release()
+            _entered.pop(id(self), None)
 
-    def _watch(self) -> None:
-        seen, real, used = self._progress(), 0.0, time.process_time()
-        before = time.monotonic()
-        while not self._over.acquire(timeout=_TICK):
-            now = time.monotonic()
-            real += min(now - before, 2 * _TICK)  # a machine that slept in between was not waited for
-            before = now
-            turned = self._progress()
-            if turned != seen:
-                seen, real, used = turned, 0.0, time.process_time()
-                continue
-            busy = time.process_time() - used
-            if (real >= self._seconds and busy >= self._seconds) or real >= _IDLE * self._seconds:
-                self._give_up(real, busy)
-                real, used = self._seconds - 5 * _TICK, time.process_time() - self._seconds  # soon again: it may have been handled
+    def look(self) -> None:
+        """See whether there is progress since the last look, and give the step up where there was none for too long."""
+        now, turned = time.monotonic(), self._progress()
+        if turned != self._seen:
+            self._seen, self._real, self._used = turned, 0.0, time.process_time()
+        else:
+            self._real += min(now - self._before, 2 * _TICK)  # a machine that slept in between was not waited for
+            busy = time.process_time() - self._used
+            if (self._real >= self._seconds and busy >= self._seconds) or self._real >= _IDLE * self._seconds:
+                self._give_up(self._real, busy)
+                # soon again: it may have been handled
+                self._real, self._used = self._seconds - 5 * _TICK, time.process_time() - self._seconds
+        self._before = now
 
     def _give_up(self, real: float, busy: float) -> None:
         with self._raising:
@@ -111,6 +109,41 @@ class Watchdog:
             if self._times == _WARNING:
                 sys.stderr.write(f"rollproof: {self.told}. It cannot be ended from outside: end this process.\n")
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(GivenUp))
+
+
+_entered: dict[int, Watchdog] = {}
+"""Those that are entered now, by ``id``."""
+_watching = _thread.allocate_lock()
+"""Held by the one thread that looks at all of them: there are thousands of cases, and to start a thread takes as long as a small one."""
+
+
+def _see_to_a_thread() -> None:
+    if _watching.acquire(blocking=False):
+        # not threading.Thread: a subject that lists its threads does not see it
+        _thread.start_new_thread(_watch, ())
+
+
+def _watch() -> None:
+    """Look at every watchdog once a tick, for as long as there are any."""
+    while True:
+        sleep(_TICK)
+        for one in list(_entered.values()):
+            one.look()
+        if not _entered:
+            _watching.release()
+            if not _entered or not _watching.acquire(blocking=False):  # one may have come before the release
+                return
+
+
+def _forked() -> None:
+    """In a child the thread does not go on, and what its parent has entered is not its own."""
+    global _watching
+    _entered.clear()
+    _watching = _thread.allocate_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _place(frame: FrameType | None) -> str:
