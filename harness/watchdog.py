@@ -75,11 +75,15 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._seconds:
-            with self._raising:
-                self._ended = True
-                if self.told is not None:
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), None)
+            while not self._ended:
+                try:
+                    with self._raising:
+                        self._ended = True
+                except GivenUp:
+                    continue
             _entered.pop(id(self), None)
+            if self.told is not None:
+                self._take()
 
     def look(self) -> None:
         """See whether there is progress since the last look, and give the step up where there was none for too long."""
@@ -108,7 +112,23 @@ class Watchdog:
             self._times += 1
             if self._times == _WARNING:
                 sys.stderr.write(f"rollproof: {self.told}. It cannot be ended from outside: end this process.\n")
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(GivenUp))
+            self._raise()
+
+    def _raise(self) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), ctypes.py_object(GivenUp))
+
+    def _take(self) -> None:
+        """Take what was raised and has not come yet, in the watched thread.
+
+        To raise nothing in its place forgets it, but not that there is something: CPython 3.11 then looks for it at each call, and never
+        gets past the first one that is traced, as by ``sys.settrace``.
+        """
+        try:
+            self._raise()
+            for _ in range(1000):
+                pass
+        except GivenUp:
+            pass
 
 
 _entered: dict[int, Watchdog] = {}

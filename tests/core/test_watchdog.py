@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import textwrap
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +57,32 @@ def test_a_rollout_that_never_awaits_hangs(subject: type) -> None:
     assert error.startswith("a step did not end within ")
     assert "it never awaits, or waits in real time, at rollout (test_watchdog.py:" in error
     assert "(ROLLPROOF_STUCK_AFTER sets another limit)" in error
+
+
+def test_nothing_of_it_is_left_behind() -> None:
+    """CPython 3.11 hangs at the first traced call of a thread for which something was raised and taken back: a debugger's, for one."""
+    code = """
+        import sys
+        from rollproof.runner import run_case
+        from tests.core.test_watchdog import Busy
+        from tests.support.running import CASE, result_of
+        assert "a step did not end" in result_of(run_case(Busy, CASE)).error
+        calls = []
+        sys.settrace(lambda frame, *_: calls.append(frame.f_code.co_name))
+        (lambda: None)()
+        sys.settrace(None)
+        print(calls)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, watchdog.VARIABLE: "0.3"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+    assert "['<lambda>']\n" == done.stdout, done.stderr
 
 
 def test_a_campaign_ends_after_two_of_them() -> None:
