@@ -128,8 +128,9 @@ def _coverage(view: StepView, out: Collector) -> None:
                 continue
             place = int(missing[0]) if len(missing) else twice[0]
             sample, position = view.sample(place)
+            how = "never routed" if len(missing) else "routed twice on one rank"
             out.finding(
-                f"tokens that a layer {'never routed' if len(missing) else 'routed twice on one rank'}",
+                f"tokens that a layer {how}",
                 expected=f"{count(len(seen), 'token')} routed once by layer {layer} in the {phase} pass",
                 observed=f"{share(routed, len(seen), 'token')} routed"
                 + (f", {count(len(set(twice)), 'token')} more than once" if twice else ""),
