@@ -297,10 +297,14 @@ class Fleet:
         return next((twin for twin in fresh if twin not in ended), None)
 
     def _ended_by_engine(self, request_id: str, prompt_ids: tuple[int, ...]) -> bool:
-        """Whether an engine ended the request's last call by itself, and a call with these ids would begin anew."""
+        """Whether an engine ended the request's last call by itself, and a call with these ids would begin anew.
+
+        Not so where something befell that call: who never heard its reply asks again with what he had.
+        """
         last = self.schedule.latest.get(request_id)
-        ended = last is not None and last.ended is not None and last.ended[0] is not FinishReason.ABORT
-        return ended and last is not None and len(prompt_ids) < len(last.ids)
+        if last is None or last.ended is None or last.ended[0] is FinishReason.ABORT or len(prompt_ids) >= len(last.ids):
+            return False
+        return not any(isinstance(event, Fault) and event.call_id == last.call_id for event in self.recorder.events)
 
     def _unlikely(self, request_id: str, prompt_ids: tuple[int, ...]) -> tuple[bool, bool, bool, bool, bool, int]:
         """Of requests that share a prompt: what speaks against one, the strongest first.

@@ -231,6 +231,22 @@ def test_twins_are_told_apart_by_what_they_sampled() -> None:
     on_clock(main)
 
 
+def test_a_twin_whose_reply_was_lost_asks_again() -> None:
+    """Its engine ended that call by itself, but it never heard so: of two that seem to begin anew, it is the one that does."""
+
+    async def main() -> None:
+        twins = tuple(replace(R0, request_id=name, group="g") for name in ("a", "b"))
+        fleet = fleet_of(requests=twins)
+        server = fleet.servers["s0"]
+        await server.generate(prompt_ids=(11, 12), max_tokens=2)
+        await server.generate(prompt_ids=(11, 12), max_tokens=1)
+        fleet.recorder.record(Fault(what="lost-reply", server_id="s0", call_id=seen(fleet, Call)[0].call_id))
+        await server.generate(prompt_ids=(11, 12), max_tokens=2)
+        assert [call.request_id for call in seen(fleet, Call)] == ["a", "b", "a"]
+
+    on_clock(main)
+
+
 def test_twins_that_sampled_the_same_are_told_apart_by_what_they_heard() -> None:
     """A call that goes on after a turn of the environment belongs to the one that had that turn, and to none that has ended."""
 
