@@ -396,8 +396,5 @@ class FakeEngine:
             self._task = None
 
 
-_SCALARS = (int, float, str, bool)
-
-
 def _scalar(value: Any) -> Scalar:
-    return value if value is None or isinstance(value, _SCALARS) else repr(value)
+    return value if value is None or isinstance(value, (int, float, str, bool)) else repr(value)

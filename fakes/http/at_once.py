@@ -52,7 +52,9 @@ def _known(kind: Any) -> bool:
 def _written(send: Send, answer: Whole) -> bool:
     """Write ``answer`` and end the cycle of request and response that ``send`` is of, as it would itself; false where it has to."""
     cycle: Any = getattr(send, "__self__", None)
-    if cycle is None or cycle.disconnected or cycle.response_started or cycle.flow.write_paused or cycle.access_log or not cycle.keep_alive:
+    if not hasattr(cycle, "on_response"):  # a middleware's own ``send``
+        return False
+    if cycle.disconnected or cycle.response_started or cycle.flow.write_paused or cycle.access_log or not cycle.keep_alive:
         return False
     # most releases of uvicorn look for the header when they answer; asyncio's ``writelines`` of 3.12 registers a socket that is lost anew
     if _CLOSE in cycle.scope["headers"] or cycle.transport.is_closing():

@@ -11,13 +11,14 @@ import pytest
 import rollproof.invariants
 from rollproof.campaign import merge_reports, run_conformance
 from rollproof.case import Action, ActionKind, Case, Trigger
-from rollproof.fakes.managers import AsSampled, Sample
+from rollproof.fakes.managers import Sample
 from rollproof.judge import judge
 from rollproof.records import EngineOutput, Request
 from rollproof.report import Report
 from rollproof.scenarios import SITUATIONS
 from rollproof.store import load_trace
 from rollproof.ways import Way, hold
+from tests.support.subjects import Concat
 
 REQUEST = Request(request_id="r0", prompt_ids=(11, 12), max_tokens=5)
 PLAIN = Case(flavour="sglang", requests=(REQUEST,))
@@ -25,18 +26,7 @@ RESUMED = Case(flavour="sglang", requests=(REQUEST,), actions=(Action(when=Trigg
 KNOWN = Way(reason="verl#6029", kinds=("too many route rows",), after=("resumes",))
 
 
-class Concatenates(AsSampled):
-    """The known fault: the whole array of every resumed call is appended."""
-
-    def routes_start(self, sample: Sample) -> int:
-        return 0
-
-    def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
-        if output.routes is not None:
-            sample.rows = output.routes if sample.rows is None else np.concatenate([sample.rows, output.routes])
-
-
-class LosesARow(Concatenates):
+class LosesARow(Concat):
     """A second fault of the same check, of another kind: the first row of a call that was not resumed is lost."""
 
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
@@ -45,7 +35,7 @@ class LosesARow(Concatenates):
             sample.rows = sample.rows[1:]
 
 
-class DoublesAlways(Concatenates):
+class DoublesAlways(Concat):
     """A second fault of the same check and the same kind, where the known one cannot be: nothing was resumed."""
 
     def merge_routes(self, sample: Sample, sent: int, output: EngineOutput) -> None:
@@ -68,7 +58,7 @@ def _judged(subject: type, witness_dir: Path | None = None, way: Way = KNOWN) ->
 
 def test_the_known_fault_alone_is_expected() -> None:
     """Findings of the known kind, each in a case in which the known situation arose, fail nothing; their reason is told."""
-    report = _judged(Concatenates)
+    report = _judged(Concat)
     (result,) = report.results
 
     assert (0, 1) == (report.summary["fail"], report.summary["expected_fail"])
@@ -99,7 +89,7 @@ def test_without_ways_whatever_a_check_finds_is_expected() -> None:
 
 def test_a_report_is_held_to_kinds_alone() -> None:
     """Where the cases are not known, a way that names no situation covers its kinds, and one that does covers none."""
-    report = run_conformance(Concatenates, cases=[RESUMED], only=["routes.rows"], expected={"routes.rows": "known"}, canary=False)
+    report = run_conformance(Concat, cases=[RESUMED], only=["routes.rows"], expected={"routes.rows": "known"}, canary=False)
 
     assert () == hold(report, {"routes.rows": (Way(reason="r", kinds=KNOWN.kinds),)}).failed
     assert ("routes.rows",) == tuple(result.id for result in hold(report, {"routes.rows": (KNOWN,)}).failed)
@@ -107,7 +97,7 @@ def test_a_report_is_held_to_kinds_alone() -> None:
 
 def test_an_unexpected_failure_of_one_part_is_not_excused_by_another() -> None:
     """Reports of several subjects put together: what one is known to fail, and another fails unexpectedly, fails."""
-    merged = merge_reports("both", [_judged(Concatenates), _judged(LosesARow)])
+    merged = merge_reports("both", [_judged(Concat), _judged(LosesARow)])
 
     assert ("routes.rows",) == tuple(result.id for result in merged.failed)
     assert {"too few route rows": 1} == dict(merged.results[0].otherwise)

@@ -152,6 +152,18 @@ def test_a_connection_is_closed_where_uvicorn_looks_for_the_header_only_when_it_
     assert heard.endswith(b"}}")
 
 
+def test_the_send_of_a_middleware_is_left_to_it() -> None:
+    """It is a method of an object, too, but of none of uvicorn's."""
+
+    class Middleware:
+        async def send(self, message: Any) -> None:
+            raise AssertionError(message)
+
+    answer: Any = None
+    (written,) = _EXTENSIONS.values()
+    assert written(Middleware().send, answer) is False
+
+
 def test_what_is_not_known_of_uvicorn_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release whose cycles lack something, or are made otherwise, writes its answers itself; so does one whose connection is closing."""
     impl = pytest.importorskip("uvicorn.protocols.http.httptools_impl", reason="uvicorn's own parser writes every answer itself")
