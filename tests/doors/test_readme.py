@@ -14,6 +14,23 @@ def blocks(kind: str) -> list[str]:
     return [part.partition("```")[0] for part in text.split(f"```{kind}\n")[1:]]
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "tests" / "README.md", *(ROOT / "docs").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_a_page_is_closed(page: Path) -> None:
+    """No heading and no table is within a block: one that is left open turns the rest of its page inside out."""
+    within, swallowed = False, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            within = not within
+        elif within and line.startswith(("## ", "### ", "|---")):
+            swallowed.append(f"{number}: {line}")
+
+    assert not swallowed, f"{page.name}: a block before line {swallowed[0]} is not closed"
+    assert not within, f"{page.name}: its last block is not closed"
+
+
 def run_example(pytester: pytest.Pytester, *files: str) -> pytest.RunResult:
     """What pytest says of some files of docs/example."""
     for file in files:
