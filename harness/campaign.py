@@ -276,6 +276,9 @@ class Campaign:
         trace, tally = known, judged(known)
         kinds = strange(trace, tally)
         shown = [finding for finding in tally.judgement()[result.id].findings if finding.kind in kinds]
+        if not shown:
+            self.notes.append(f"{result.id} failed, but not when its case was run again: the subject does not repeat itself")
+            return result
         witness = self._write(result.id, trace)
         return replace(result, findings=tuple(replace(finding, witness=witness) for finding in shown))
 
@@ -372,10 +375,11 @@ def _merged(results: list[CheckResult]) -> CheckResult:
     exercised: Counter[str] = Counter()
     for result in results:
         exercised.update(result.exercised)
+    news_first = sorted(results, key=lambda result: bool(result.known) and not result.otherwise)
     return replace(
         leading,
         exercised=dict(exercised),
-        findings=tuple(finding for result in results for finding in result.findings)[:8],
+        findings=tuple(finding for result in news_first for finding in result.findings)[:8],
         found=sum(result.found for result in results),
         kinds=_added(result.kinds for result in results),
         known=tuple(dict.fromkeys(reason for result in results for reason in result.known)),

@@ -43,6 +43,8 @@ __all__ = [
 
 _KINDS = 64
 """Kinds of findings that are counted apart; a check has a handful."""
+_FURTHER = "a kind beyond the first 64"
+"""What others count as, so that no known fault covers them."""
 
 
 class Verdict(StrEnum):
@@ -212,15 +214,19 @@ class Collector:
 
         ``kind`` is for a title that holds counts or names; where it is left out, the title says the same of every such fault.
         """
-        kind = title if kind is None else kind
+        kind = self._count(title if kind is None else kind, 1)
         self.found += 1
-        if kind in self.kinds or len(self.kinds) < _KINDS:
-            self.kinds[kind] = self.kinds.get(kind, 0) + 1
         if len(self.findings) < self._keep or self.kinds.get(kind) == 1:
             place = dict(where or {})
             self.findings.append(
                 Finding(check_id=self.check.id, title=title, expected=expected, observed=observed, where=place, hint=hint, kind=kind)
             )
+
+    def _count(self, kind: str, times: int) -> str:
+        """Count findings of a kind; returns what they count as."""
+        kind = kind if kind in self.kinds or len(self.kinds) < _KINDS else _FURTHER
+        self.kinds[kind] = self.kinds.get(kind, 0) + times
+        return kind
 
     def absent(self, reason: str) -> None:
         """Say that data the check needs is not in the trace; becomes the reason of an ``unknown`` verdict."""
@@ -256,8 +262,7 @@ class Collector:
                 self.findings.append(finding)
         self.found += other.found
         for kind, times in other.kinds.items():
-            if kind in self.kinds or len(self.kinds) < _KINDS:
-                self.kinds[kind] = self.kinds.get(kind, 0) + times
+            self._count(kind, times)
         for reason, times in other.reasons.items():
             self.reasons[reason] = self.reasons.get(reason, 0) + times
         for reason, times in other.excused.items():

@@ -21,7 +21,6 @@ import datetime as dt
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any, Self
 
 from rollproof.checks import default_registry
 from rollproof.errors import ExpectationError
-from rollproof.files import write_atomically
+from rollproof.files import read_toml, write_atomically
 from rollproof.ways import Way
 
 __all__ = ["Expectation", "ExpectedFailures", "Outcome"]
@@ -119,8 +118,8 @@ class ExpectedFailures:
         except (OSError, UnicodeDecodeError) as error:
             raise ExpectationError(f"{path} cannot be read: {error}.") from error
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            data = read_toml(text)
+        except ValueError as error:
             raise ExpectationError(f"{path} is not TOML: {error}.") from error
         entries, problems = _entries(data, today or _today())
         if problems:
@@ -211,9 +210,9 @@ def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None
         for key in ("since", "expires")
         if key in table and type(table[key]) is not dt.date
     ]
-    shows = table.get("shows", [])
-    if not isinstance(shows, list) or not all(isinstance(kind, str) and kind for kind in shows):
-        problems.append('shows must be a list of kinds of findings, such as ["too many route rows"].')
+    shows = table.get("shows", ["-"])
+    if not isinstance(shows, list) or not shows or not all(isinstance(kind, str) and kind.strip() for kind in shows):
+        problems.append('shows must be a list of kinds of findings, such as ["too many route rows"]; leave it out to excuse any.')
     problems += [f"{key} is missing." for key in ("check", "reason") if table.get(key) in (None, "") or not str(table.get(key)).strip()]
     if problems:
         return None, problems
@@ -223,7 +222,7 @@ def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None
 
         near = difflib.get_close_matches(table["check"], registry.ids, n=2)
         return None, [f"no check has this id{': did you mean ' + ' or '.join(near) + '?' if near else '; `rollproof checks` lists all.'}"]
-    entry = Expectation(**{**table, "shows": tuple(shows)})
+    entry = Expectation(**{**table, "shows": tuple(table.get("shows", ()))})
     if entry.expires is not None and entry.expires <= today:
         return None, [f"expired on {entry.expires}: fix the fault, or decide anew until when it is accepted. Its reason: {entry.told}"]
     return entry, []

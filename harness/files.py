@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from rollproof.errors import UsageError
 
@@ -15,6 +17,7 @@ __all__ = [
     "folder_name",
     "is_special",
     "keep_text",
+    "read_toml",
     "target_of",
     "text_bytes",
     "write_atomically",
@@ -30,6 +33,14 @@ def folder_name(name: str) -> str:
 def text_bytes(text: str) -> bytes:
     """``text`` in UTF-8; a lone surrogate, which an error's text may hold, as the escape that Python and JSON write for it."""
     return text.encode("utf-8", "backslashreplace")
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """What a TOML file says. Raises ``ValueError`` whatever is wrong with it, also a nesting or a number that Python cannot read."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def check_target(path: Path) -> None:

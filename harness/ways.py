@@ -67,8 +67,10 @@ class Ledger:
         return not strange
 
     def settled(self, result: CheckResult) -> CheckResult:
-        """The result with what it shows of the known ways, and what beside them."""
-        return replace(result, known=tuple(self._seen.get(result.id, ())), otherwise=dict(self._strange.get(result.id, {})))
+        """The result with what it shows of the known ways, and what beside them, which is told first."""
+        otherwise = dict(self._strange.get(result.id, {}))
+        findings = tuple(sorted(result.findings, key=lambda finding: finding.kind not in otherwise))
+        return replace(result, known=tuple(self._seen.get(result.id, ())), otherwise=otherwise, findings=findings)
 
 
 def hold(report: Report, ways: Ways) -> Report:

@@ -23,10 +23,14 @@ class Known:
     matrix: Matrix
     version: str
     parts: Mapping[str, str]
+    whole: bool = False
 
     @classmethod
-    def of(cls, targets: Iterable[Target]) -> Self:
-        """Of the parts of one stack. Raises ``UsageError`` where its version is not pinned."""
+    def of(cls, targets: Iterable[Target], *, whole: bool = False) -> Self:
+        """Of the parts of one stack. Raises ``UsageError`` where its version is not pinned.
+
+        ``whole``: these are all its parts, so that the matrix may name no other.
+        """
         recipes = {target.name: target.recipe for target in targets}
         first = next(iter(recipes.values()))
         matrix, version = Matrix.read(first["stack"]), str(first["version"])
@@ -34,7 +38,8 @@ class Known:
             raise UsageError(
                 f"--matrix has no verdicts of {matrix.stack} {version}: pinned are {', '.join(matrix.pinned)}. Judge it without --matrix."
             )
-        return cls(matrix=matrix, version=version, parts={name: str(recipe["part"]) for name, recipe in recipes.items()})
+        parts = {name: str(recipe["part"]) for name, recipe in recipes.items()}
+        return cls(matrix=matrix, version=version, parts=parts, whole=whole)
 
     @classmethod
     def told(cls, targets: Iterable[Target], reports: Iterable[Report]) -> str | None:
@@ -59,7 +64,7 @@ class Known:
 
     def deviations(self, reports: Iterable[Report], judged: Collection[str]) -> list[str]:
         """What the reports say otherwise, of the checks that were ``judged``."""
-        said = []
+        said = self.matrix.stray_parts(self.version, set(self.parts.values())) if self.whole else []
         for report in reports:
             outcome, part = Outcome.of_report(report.to_dict()), self.parts[report.subject]
             said += self.matrix.deviations(self.version, part, outcome, judged)

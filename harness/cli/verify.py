@@ -81,7 +81,7 @@ def verify(
         or _engine(engine, model, stack, subject, flavour)
         or _targets(stack, part, subject, checkout=checkout, force=force)
     )
-    known = Known.of(targets) if matrix else None
+    known = Known.of(targets, whole=not part) if matrix else None
     ids = registry.select(only).ids if only else _judging(registry, targets)
     settings = Settings(
         profile=profile,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollproof.errors import GapError, UsageError
+from rollproof.files import read_toml
 from rollproof.gap.intervals import Interval
 from rollproof.gap.metrics import METRICS, Scale
 
@@ -166,11 +166,14 @@ def limits_named(name: str | None = None, *, override: str | os.PathLike[str] | 
 
 def _read(text: str, where: str) -> dict[str, Limits]:
     try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        data = read_toml(text)
+    except ValueError as error:
         raise GapError(f"{where} is no TOML: {error}.") from error
     out = {}
-    for name, profile in data.get("profile", {}).items():
+    profiles = data.get("profile", {})
+    for name, profile in profiles.items() if isinstance(profiles, dict) else ():
+        if not isinstance(profile, dict) or not isinstance(profile.get("limits", {}), dict):
+            raise GapError(f"{where}: write profile {name} as a [profile.{name}.limits] table.")
         limits = {metric: _limit(metric, entry, f"{where}, profile {name}") for metric, entry in profile.get("limits", {}).items()}
         out[name] = Limits(
             profile=name,

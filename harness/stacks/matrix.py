@@ -24,8 +24,9 @@ that passes though ``fails`` names it or shows nothing of that entry, and one th
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Collection, Mapping
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Self
@@ -33,6 +34,7 @@ from typing import Any, Self
 from rollproof.checks import default_registry
 from rollproof.errors import ExpectationError, UsageError
 from rollproof.expected import Outcome
+from rollproof.files import read_toml
 from rollproof.scenarios import SITUATIONS
 from rollproof.ways import Way
 
@@ -42,6 +44,7 @@ _KINDS = ("fault", "choice", "open")
 _TEXTS = ("name", "kind", "where", "script", "upstream")
 _TABLES = ("fails", "may_fail", "unknown")
 _WAYS = ("shows", "after")
+_TEXTS_ONCE = "texts, each of them once"
 Parts = Mapping[str, tuple[str, ...]]
 
 
@@ -91,19 +94,34 @@ class Matrix:
     def parse(cls, stack: str, text: str) -> Self:
         """From TOML. Raises ``ExpectationError``, listing every problem."""
         try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+            data = read_toml(text)
+        except ValueError as error:
             raise ExpectationError(f"The matrix of {stack} is not TOML: {error}.") from error
         problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"pinned", "entry"})]
-        pinned = tuple(data.get("pinned", ()))
-        if not pinned or not all(isinstance(version, str) for version in pinned):
-            problems.append("pinned must list at least one release, as text")
+        pinned = data.get("pinned")
+        if _names_nothing(pinned):
+            problems.append(f"pinned must list at least one release, as {_TEXTS_ONCE}")
         tables = data.get("entry", [])
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            problems.append("entry must be written as [[entry]] tables")
+            tables = []
         for table in tables:
-            problems += [f"{table.get('name', 'an entry without a name')}: {wrong}" for wrong in _problems(table, pinned)]
+            problems += [f"{table.get('name') or 'an entry without a name'}: {wrong}" for wrong in _problems(table, pinned)]
+        if not problems:
+            entries = tuple(_entry(table) for table in tables)
+            problems += _twice(entries)
         if problems:
             raise ExpectationError(f"The matrix of {stack} cannot be used:\n  - " + "\n  - ".join(problems))
-        return cls(stack=stack, pinned=pinned, entries=tuple(_entry(table) for table in tables))
+        return cls(stack=stack, pinned=tuple(pinned), entries=entries)
+
+    def stray_parts(self, version: str, parts: Collection[str]) -> list[str]:
+        """One sentence for each part that entries of ``version`` name, and that is none of ``parts``, all that the stack has."""
+        stray: dict[str, str] = {}
+        for entry in self.entries:
+            for table in _TABLES if version in entry.versions else ():
+                named = (part for listed in getattr(entry, table).values() for part in listed)
+                stray.update({part: entry.told for part in named if part not in parts and part not in stray})
+        return [f"{self.stack} {version} has no part {part}, which the matrix names ({told})." for part, told in sorted(stray.items())]
 
     def known(self, version: str, part: str) -> dict[str, str]:
         """Checks that fail or may fail in ``part`` of ``version``, and why: what a run takes as expected failures."""
@@ -158,26 +176,57 @@ def _concerning(entry: Entry, checks: Parts, version: str, part: str) -> list[st
     return [check for check, parts in checks.items() if part in parts] if version in entry.versions else []
 
 
-def _problems(table: Mapping[str, Any], pinned: tuple[str, ...]) -> list[str]:
+def _names_nothing(listed: object) -> bool:
+    """Whether it is anything but a list of texts, each of which says something, and none twice."""
+    if not isinstance(listed, list) or not listed:
+        return True
+    return not all(isinstance(text, str) and text.strip() for text in listed) or len(set(listed)) < len(listed)
+
+
+def _problems(table: Mapping[str, Any], pinned: object) -> list[str]:
     said = [f"unknown key {key!r}" for key in sorted(set(table) - {*_TEXTS, *_TABLES, *_WAYS, "versions"})]
     said += [f"{key} is missing" for key in ("name", "kind", "versions") if not table.get(key)]
     said += [f"{key} must be text" for key in _TEXTS if not isinstance(table.get(key, ""), str)]
-    if table.get("kind") not in _KINDS:
-        said.append(f"kind must be one of {', '.join(_KINDS)}")
-    said += [f"version {version} is not pinned" for version in table.get("versions", ()) if version not in pinned]
+    said += [
+        f"{key} must be a list of {_TEXTS_ONCE}; leave it out where there is none"
+        for key in ("versions", "after")
+        if key in table and _names_nothing(table[key])
+    ]
+    for key in (*_TABLES, "shows"):
+        if not isinstance(table.get(key, {}), dict):
+            said.append(f'{key} must be written as {key}."ID OF A CHECK" = [...]')
+        else:
+            lists = table.get(key, {}).items()
+            said += [f"{key}.{check!r} must be a list of {_TEXTS_ONCE}" for check, listed in lists if _names_nothing(listed)]
+    return said or _contradictions(table, pinned if isinstance(pinned, list) else [])
+
+
+def _contradictions(table: Mapping[str, Any], pinned: list[str]) -> list[str]:
+    """What a table says that is of the right form."""
+    said = [] if table["kind"] in _KINDS else [f"kind must be one of {', '.join(_KINDS)}"]
+    said += [f"version {version} is not pinned" for version in table["versions"] if version not in pinned]
     named = {check for kind in _TABLES for check in table.get(kind, {})}
     said += [f"no check is named {check}" for check in sorted(named - set(default_registry().ids))]
     if not named:
         said.append(f"no check is named under {', '.join(_TABLES)}")
+    for one, other in itertools.combinations(_TABLES, 2):
+        for check, parts in table.get(one, {}).items():
+            both = [part for part in parts if part in table.get(other, {}).get(check, ())]
+            said += [f"{check} stands under {one} and under {other} for {part}" for part in both]
     failing = {check for kind in ("fails", "may_fail") for check in table.get(kind, {})}
     shows: Mapping[str, Any] = table.get("shows", {})
-    said += [f"shows must say of which kinds the findings of {check} are" for check in sorted(failing) if not shows.get(check)]
+    said += [f"shows must say of which kinds the findings of {check} are" for check in sorted(failing - set(shows))]
     said += [f"shows names {check}, which does not fail" for check in sorted(set(shows) - failing)]
-    stray = sorted(set(table.get("after", ())) - SITUATIONS)
-    said += [f"after names {name!r}, which no run counts" for name in stray]
-    if table.get("kind") in ("fault", "choice") and not table.get("script"):
+    said += [f"after names {name!r}, which no run counts" for name in sorted(set(table.get("after", ())) - SITUATIONS)]
+    if table["kind"] in ("fault", "choice") and not table.get("script"):
         said.append("a fault or a choice is shown by a script of docs/track_record")
     return said
+
+
+def _twice(entries: Sequence[Entry]) -> list[str]:
+    """Entries of one release that are told alike: what one shows would count for the other."""
+    told = Counter((entry.told, version) for entry in entries for version in entry.versions)
+    return [f"two entries of {version} are told alike: {text}" for (text, version), times in told.items() if times > 1]
 
 
 def _entry(table: Mapping[str, Any]) -> Entry:

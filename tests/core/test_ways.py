@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +14,10 @@ import pytest
 import rollproof.invariants
 from rollproof.campaign import merge_reports, run_conformance
 from rollproof.case import Action, ActionKind, Case, Trigger
-from rollproof.fakes.managers import Sample
+from rollproof.checks import CheckResult, Finding, Verdict, default_registry
+from rollproof.fakes.managers import AsSampled, Sample
 from rollproof.judge import judge
-from rollproof.records import EngineOutput, Request
+from rollproof.records import EngineOutput, Request, Rollout
 from rollproof.report import Report
 from rollproof.scenarios import SITUATIONS
 from rollproof.store import load_trace
@@ -101,6 +105,65 @@ def test_an_unexpected_failure_of_one_part_is_not_excused_by_another() -> None:
 
     assert ("routes.rows",) == tuple(result.id for result in merged.failed)
     assert {"too few route rows": 1} == dict(merged.results[0].otherwise)
+
+
+def test_kinds_that_are_too_many_are_no_known_ones() -> None:
+    """A stack with counters of other names in each case: what is not counted apart is covered by nothing, and fails."""
+    numbers = itertools.count()
+
+    class Leaky(AsSampled):
+        def start(self, fleet: Any) -> None:
+            super().start(fleet)
+            self.number, self.ended = next(numbers), 0
+
+        async def rollout(self, request: Request) -> Rollout | None:
+            self.ended = 1
+            return await super().rollout(request)
+
+        def gauges(self) -> dict[str, float]:
+            return {f"c{self.number}-{i}": self.ended for i in range(40)}
+
+    check = "lifecycle.counters-return"
+    kinds = tuple(f"counter 'c{number}-{i}' did not return to its start" for number in range(3) for i in range(40))
+    report = run_conformance(
+        Leaky, cases=[PLAIN] * 3, only=[check], expected={check: "r"}, ways={check: (Way(reason="r", kinds=kinds),)}, canary=False
+    )
+
+    assert {"a kind beyond the first 64": 56} == report.failed[0].otherwise
+    assert report.failed[0].findings
+
+
+def test_a_failure_that_does_not_show_again_keeps_its_findings() -> None:
+    """A stack that does not repeat itself: the report says what was found, and that it was not found again."""
+    numbers = itertools.count()
+
+    class Flaky(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            if not next(numbers):
+                raise ValueError("once")
+            return await super().rollout(request)
+
+    report = run_conformance(Flaky, cases=[PLAIN] * 2, only=["lifecycle.no-error-without-fault"], canary=False)
+
+    assert ["ValueError: once"] == [finding.observed.partition(" (")[0] for finding in report.failed[0].findings]
+    assert "lifecycle.no-error-without-fault failed, but not when its case was run again" in report.notes[0]
+
+
+def test_what_is_not_known_is_told_first() -> None:
+    """A report shows the first few findings: those of the known fault do not hide the others, in one part or in several."""
+    check = default_registry()["routes.rows"]
+    known = [Finding(check_id="routes.rows", title=str(i), expected="", observed="", kind="too many route rows") for i in range(8)]
+    other = Finding(check_id="routes.rows", title="other", expected="", observed="", kind="too few route rows")
+    kinds = {"too many route rows": 8, "too few route rows": 1}
+    ways = {"routes.rows": (Way(reason="r", kinds=KNOWN.kinds),)}
+
+    def held(findings: Sequence[Finding]) -> Report:
+        taken = {kind: count for kind, count in kinds.items() if any(finding.kind == kind for finding in findings)}
+        result = CheckResult(check=check, verdict=Verdict.FAIL, reason="", findings=tuple(findings), found=len(findings), kinds=taken)
+        return hold(Report(subject="x", profile="pr", seed=0, results=(result,), expected={"routes.rows": "r"}), ways)
+
+    assert "other" == held([*known, other]).results[0].findings[0].title
+    assert "other" == merge_reports("both", [held(known), held([other])]).results[0].findings[0].title
 
 
 def test_every_situation_that_is_counted_is_a_known_name() -> None:

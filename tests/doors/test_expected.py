@@ -116,6 +116,9 @@ subject = "A"
     ("text", "told"),
     [
         ("[[expected", "is not TOML"),
+        (f"x = {'[' * 5000}", "is not TOML: it is nested too deep"),
+        (f"x = {'9' * 5000}", "is not TOML: Exceeds the limit"),
+        ('[[expected]]\ncheck = "routes.rows"\nreason = "r"\nshows = []', "shows must be a list of kinds of findings"),
         ("expected = 3", "must be written as [[expected]] tables"),
         ("[other]\nx = 1\n", "unknown key 'other'"),
     ],

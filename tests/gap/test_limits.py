@@ -86,6 +86,10 @@ def test_own_limits_replace_single_ones(tmp_path: Path) -> None:
         ('[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = 1, source = "s", side = "left" }', "side must be one of"),
         ('[profile.x.limits]\nF2 = { target = 0, warn = 0, fail = 1, source = "s", max = 2 }', "has no max"),
         ("[profile", "is no TOML"),
+        (f"x = {'[' * 5000}", "is no TOML: it is nested too deep"),
+        ("profile = 3", "holds no"),
+        ("profile.x = 3", r"write profile x as a \[profile\.x\.limits\] table"),
+        ("profile.x.limits = [3]", r"write profile x as a \[profile\.x\.limits\] table"),
         ("", "holds no"),
     ],
 )

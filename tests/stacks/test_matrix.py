@@ -17,6 +17,7 @@ from rollproof.expected import Outcome
 from rollproof.report import Report
 from rollproof.stacks import STACKS, release_of
 from rollproof.stacks.matrix import Matrix
+from tests.stacks.test_released import BATCHES
 
 ROOT = Path(__file__).parents[2]
 TEXT = """
@@ -112,12 +113,75 @@ def test_checks_that_were_not_asked_for_are_no_deviation() -> None:
         ('upstream = "x#1"', "upstrem = 1", "rows are doubled: unknown key 'upstrem'"),
         ('unknown."routes.presence" = ["client"]', "", "nobody looks: no check is named under fails, may_fail, unknown"),
         ("[[entry]]", "[[entry", "is not TOML"),
+        ("[[entry]]", f"x = {'[' * 5000}\n[[entry]]", "is not TOML: it is nested too deep"),
+        ('pinned = ["1.0", "2.0"]', 'pinned = "1.0"', "pinned must list at least one release, as texts, each of them once"),
+        ('versions = ["1.0"]', 'versions = "1.0"', "rows are doubled: versions must be a list of texts, each of them once"),
+        ('after = ["resumes"]', "after = []", "rows are doubled: after must be a list of texts, each of them once; leave it out where"),
+        ('fails."routes.rows" = ["client"]', 'fails."routes.rows" = "client"', "fails.'routes.rows' must be a list of texts"),
+        ('fails."routes.rows" = ["client"]', 'fails."routes.rows" = []', "fails.'routes.rows' must be a list of texts"),
+        ('fails."routes.rows" = ["client"]', 'fails."routes.rows" = ["client", "client"]', "fails.'routes.rows' must be a list of texts"),
+        ('shows."routes.rows" = ["too many route rows"]', 'shows."routes.rows" = ["", 3]', "shows.'routes.rows' must be a list of texts"),
+        ('unknown."routes.presence" = ["client"]', 'unknown = ["routes.presence"]', 'unknown must be written as unknown."ID OF A CHECK"'),
+        ('may_fail."routes.position"', 'may_fail."routes.rows"', "routes.rows stands under fails and under may_fail for client"),
     ],
 )
 def test_a_malformed_matrix_is_refused_with_every_problem(old: str, new: str, problem: str) -> None:
     """Typing errors do not excuse anything in silence."""
     with pytest.raises(ExpectationError, match=re.escape(problem)):
         Matrix.parse("x", TEXT.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("value", ["3", "true", "1.5", "nan", "2026-01-01", '"x"', "[3]", "[[]]", "[{}]", "{}", "{a = 1}", '""', "[]"])
+@pytest.mark.parametrize("key", ["pinned", "name", "kind", "versions", "where", "fails", "may_fail", "unknown", "shows", "after"])
+def test_a_value_of_any_other_type_is_refused_and_nothing_else(key: str, value: str) -> None:
+    """Whatever TOML can say: the problems are listed, and no exception of Python's comes out."""
+    text = re.sub(rf"(?m)^{key}( |\.\S+ )= .*\n", "", TEXT).replace(
+        "[[entry]]", f"[[entry]]\n{key} = {value}" if key != "pinned" else "[[entry]]"
+    )
+    text = f"{key} = {value}\n{text}" if key == "pinned" else text
+
+    if (key, value) in (("where", '"x"'), ("where", '""'), ("name", '"x"')):
+        return
+    with pytest.raises(ExpectationError, match="The matrix of x cannot be used"):
+        Matrix.parse("x", text)
+
+
+@pytest.mark.parametrize("value", ["3", "true", "{}", '"x"', "[3]", "[[]]"])
+def test_entries_that_are_no_tables_are_refused(value: str) -> None:
+    """``entry = 3`` is TOML, too."""
+    with pytest.raises(ExpectationError, match=re.escape("entry must be written as [[entry]] tables")):
+        Matrix.parse("x", f'pinned = ["1.0"]\nentry = {value}')
+
+
+def test_two_entries_of_a_release_that_are_told_alike_are_refused() -> None:
+    """What a run shows of one of them would be taken for the other."""
+    with pytest.raises(ExpectationError, match=re.escape(f"two entries of 1.0 are told alike: {TOLD}")):
+        Matrix.parse("x", TEXT + TEXT[TEXT.index("[[entry]]") : TEXT.rindex("[[entry]]")])
+
+
+def test_a_part_that_the_stack_does_not_have_is_a_deviation() -> None:
+    """A typing error in the name of a part would excuse nothing and expect nothing. Of another release it is no affair of this one."""
+    matrix = Matrix.parse("x", TEXT)
+
+    assert [] == matrix.stray_parts("1.0", {"client", "batch"}) == matrix.stray_parts("3.0", ())
+    assert [f"x 1.0 has no part client, which the matrix names ({TOLD})."] == matrix.stray_parts("1.0", {"clients"})
+
+
+@pytest.mark.parametrize("stack", list(STACKS))
+def test_what_holds_after_a_situation_is_said_of_rollouts(stack: str) -> None:
+    """The cases of a conversion are not known to the ways: an entry that asks for a situation there would cover nothing."""
+    batches = set(BATCHES.get(stack, ()))
+    stray = {
+        (entry.name, part)
+        for entry in Matrix.read(stack).entries
+        if entry.after
+        for table in (entry.fails, entry.may_fail)
+        for parts in table.values()
+        for part in parts
+        if part in batches
+    }
+
+    assert set() == stray
 
 
 def test_a_stack_without_a_matrix_is_told() -> None:
