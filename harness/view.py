@@ -54,6 +54,8 @@ class History:
     updates: list[Weights] = field(default_factory=list)
     _read: int = 0
     _labels: dict[Version, list[Version]] = field(default_factory=dict)
+    _carried: dict[Version, dict[Version, None]] = field(default_factory=dict)
+    _serving: dict[str, tuple[Version, Version]] = field(default_factory=dict)
     _unlabelled: set[Version] = field(default_factory=set)
     _order: dict[Version, int] = field(default_factory=dict)
 
@@ -68,8 +70,20 @@ class History:
         return labels[-1] if labels else None
 
     def labels_of(self, version: Version) -> Sequence[Version]:
-        """Every label under which weights ``version`` were published, the latest last; more than one after a retag."""
-        return self._known()._labels.get(version, ())
+        """Every label under which weights ``version`` were published, the latest last; more than one after a retag.
+
+        A label that a server went on showing when it had loaded them counts only where they never got one of their own.
+        """
+        known = self._known()
+        return known._labels.get(version) or tuple(known._carried.get(version, ()))
+
+    def carried_of(self, version: Version) -> frozenset[Version]:
+        """Labels of other weights that servers still showed for weights ``version``, before these got a label of their own.
+
+        vLLM's update names no version: weights are loaded first, and their label is published by a request of its own.
+        """
+        known = self._known()
+        return frozenset(known._carried.get(version, ())).difference(self.labels_of(version))
 
     def rank_of(self, label: Version) -> int | None:
         """How many labels were published before ``label`` was for the first time; ``None`` where it never was."""
@@ -82,11 +96,16 @@ class History:
     def _known(self) -> History:
         """Take in the updates that came since the last look."""
         for update in self.updates[self._read :] if self._read < len(self.updates) else ():
+            before = self._serving.get(update.server_id)
+            self._serving[update.server_id] = (update.version, update.label)
             if update.label is None:
                 if update.loaded:
                     self._unlabelled.add(update.version)
                 continue
             self._order.setdefault(update.label, len(self._order))
+            if update.loaded and before is not None and before[0] != update.version and before[1] == update.label:
+                self._carried.setdefault(update.version, {})[update.label] = None
+                continue
             labels = self._labels.setdefault(update.version, [])
             if update.label in labels:
                 labels.remove(update.label)

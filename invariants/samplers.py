@@ -42,7 +42,8 @@ class Sampler:
 
     ``labels`` are the right ones (empty: the weights never had one; ``None``: nobody knows). ``accepted`` adds what a
     stack cannot know better, and is ``None`` where no tag can be called wrong. ``unlabelled``: the weights were loaded and
-    never published. ``exact`` is whether ``accepted`` is the truth alone.
+    never published. ``exact`` is whether ``accepted`` is the truth alone. ``carried`` are labels of other weights that servers still
+    showed for these, before they were published under one of their own.
     """
 
     start: int
@@ -53,11 +54,12 @@ class Sampler:
     accepted: frozenset[Key] | None
     unlabelled: bool = False
     exact: bool = True
+    carried: frozenset[Key] = frozenset()
 
     @property
     def misled(self) -> bool:
         """Whether the engine showed a label that the truth contradicts."""
-        return bool(self.labels) and self.shown is not None and self.shown not in (self.labels or ())
+        return bool(self.labels) and self.shown is not None and self.shown not in (self.labels or ()) and self.shown not in self.carried
 
 
 def samplers(view: RequestView) -> tuple[Sampler, ...] | None:
@@ -127,13 +129,14 @@ def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], 
     out = []
     for stretch, (labels, unlabelled) in zip(stretches, truths, strict=True):
         shown = key(stretch.shown)
+        carried = frozenset(key(label) for label in view.history.carried_of(stretch.true)) if stretch.true is not None else frozenset()
         accepted: frozenset[Key] | None
         if labels is None or (shown is None and (unlabelled or showing)):
             accepted = None  # a tag where none was shown is judged by versions.unknown-stays-unknown
         elif unlabelled or blind:
             accepted = everything | {shown} if blind else frozenset({shown})
         else:
-            accepted = labels | {shown} if shown is not None else labels
+            accepted = labels | ({shown} if shown is not None else carried)
         out.append(
             Sampler(
                 start=stretch.start,
@@ -144,6 +147,7 @@ def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], 
                 accepted=accepted,
                 unlabelled=unlabelled,
                 exact=accepted is not None and accepted == labels,
+                carried=carried,
             )
         )
     return out

@@ -31,10 +31,19 @@ class TestHistory:
                 assert history.labels is not None
         given = [(version, label) for version, label, _ in updates if label is not None]
         assert {label for _, label in given} == history.labels
+        carried = [
+            loaded and before is not None and before[0] != version and before[1] == label
+            for before, (version, label, loaded) in zip([None, *updates], updates, strict=False)
+        ]
         for version in range(5):
-            own = [label for one, label in given if one == version]
-            assert (own[-1] if own else None) == history.label_of(version)
-            assert set(own) == set(history.labels_of(version))
+            theirs = [
+                label for (one, label, _), kept in zip(updates, carried, strict=True) if one == version and label is not None and not kept
+            ]
+            shown = [label for (one, label, _), kept in zip(updates, carried, strict=True) if one == version and label is not None and kept]
+            assert set(theirs or shown) == set(history.labels_of(version))
+            assert set(shown) - set(theirs or shown) == history.carried_of(version)
+            if theirs:
+                assert theirs[-1] == history.label_of(version)
         first = list(dict.fromkeys(label for _, label in given))
         assert [first.index(label) if label in first else None for label in range(6)] == [history.rank_of(label) for label in range(6)]
         assert {version for version, label, loaded in updates if label is None and loaded} == history.unlabelled()

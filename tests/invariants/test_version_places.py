@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rollproof.records import Span, Version
+from rollproof.trace import Trace, Weights
 from tests.support.rollouts import Part, blamed, tell
 from tests.support.telling import finds, passes, unknown
 
@@ -14,6 +17,17 @@ OLD, NEW = Part(tokens=(11, 12, 13)), Part(tokens=(21, 22), version=1, reason="s
 def spans(*parts: tuple[int, int, Version]) -> dict[str, tuple[Span, ...]]:
     """The ``spans`` field of a sample."""
     return {"spans": tuple(Span(start=start, end=end, version=version) for start, end, version in parts)}
+
+
+def labelled_after(trace: Trace, *, at_once: bool = True) -> Trace:
+    """The same with weights 1 loaded under the label of the old ones, and labelled by an event of its own: at once, or at the end."""
+    events = list(trace.events)
+    at = next(i for i, event in enumerate(events) if isinstance(event, Weights) and event.version == 1)
+    published = events[at]
+    assert isinstance(published, Weights)
+    events[at] = replace(published, label=0)
+    events.insert(at + 1 if at_once else len(events) - 1, replace(published, loaded=False))
+    return trace.with_events(events)
 
 
 class TestSpansCover:
@@ -117,6 +131,26 @@ class TestTokenTags:
         """One token of the new weights too many."""
         finding = finds(self.ID, tell(OLD, NEW, versions="token", sample={"token_versions": (0, 0, 0, 0, 1)}))
         assert ("version 0 at response index 3", 3) == (finding.observed, finding.where["index"])
+
+    def test_a_label_that_the_server_still_showed_is_none_of_the_new_weights(self) -> None:
+        """An update of vLLM names no version: the old label stands beside the new weights until theirs is published."""
+        kept = labelled_after(tell(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace())
+        finding = finds(self.ID, kept)
+        assert "version 0 for tokens 0-2, version 1 for tokens 3-4" == finding.expected
+        assert "version 0 at response index 3-4" == finding.observed
+        assert set() == blamed(labelled_after(tell(OLD, NEW, versions="token").trace()))
+
+    def test_tokens_sampled_before_their_weights_had_a_label_may_carry_what_the_engine_showed(self) -> None:
+        """Between the load and the label nobody knows better; once there is one, it is right as well."""
+        early = Part(tokens=(21, 22), version=1, shown=0, reason="stop")
+        for tags in ((0,) * 5, (0, 0, 0, 1, 1)):
+            story = tell(OLD, early, versions="token", sample={"token_versions": tags}).trace()
+            assert set() == blamed(labelled_after(story, at_once=False))
+
+    def test_weights_that_never_get_a_label_keep_the_one_that_is_shown(self) -> None:
+        """A stack that leaves the labels alone."""
+        story = tell(OLD, NEW, versions="token", labels={1: 0}, sample={"token_versions": (0,) * 5})
+        assert set() == blamed(story)
 
     def test_absent_tags_are_not_wrong_ones(self) -> None:
         """A token of unknown version may say so."""
