@@ -94,7 +94,9 @@ def _fields() -> Iterator[str]:
     """What of each request model is answered, refused, and taken without effect."""
     yield "\n## Fields of a request\n"
     yield "Every field of the real servers' request models is answered, or refused with 400 where it asks for something (one that is null,"
-    yield "false, 0 or empty does not), or changes nothing of an answer of the fake. A name that no model has is passed over."
+    yield "false, 0 or empty does not), or changes nothing of an answer of the fake. A name that no model has is passed over. The models"
+    yield "are those of SGLang 0.5.21 and vLLM 0.32.0. Those of SGLang 0.5.17 and vLLM 0.26.0 were compared: a name that only the newer"
+    yield "have is taken as the newer do, and what the real servers take without effect, whatever its value, is not refused."
     for model, fields in FIELDS.items():
         yield f"\n**{model}**\n\n- answered: {_names(sorted(fields.answered))}"
         for word, table in ("refused", fields.refused), ("without effect", fields.idle):

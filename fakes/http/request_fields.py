@@ -3,7 +3,10 @@
 Every field of the request models of SGLang 0.5.21 (``srt/managers/io_struct.py``, ``srt/sampling/sampling_params.py``,
 ``srt/entrypoints/openai/protocol.py``) and vLLM 0.32 (``entrypoints/openai/*/protocol.py``,
 ``entrypoints/scale_out/token_in_token_out/protocol.py``, ``sampling_params.py``) is in one of the three. A name that no model has is
-passed over, as the servers do.
+passed over, as the servers do. Those of SGLang 0.5.17 and vLLM 0.26.0 were compared, too: three names of theirs are gone since, of media
+and of masks (``mm_data_mooncake``, ``assistant_tokens_mask``, ``return_assistant_tokens_mask``), and change no answer.
+
+What both releases take and answer as if it were not there, whatever its value, is not refused: a correct client may send it.
 """
 
 from __future__ import annotations
@@ -75,8 +78,12 @@ _SGLANG_DRAWN = _each(
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
     *("json_schema", "regex", "ebnf", "structural_tag", "response_format", "sampling_seed", "seed", "custom_params"),
 )
+_UNREAD = _each(
+    "SGLang reads it nowhere, or only with a template of completions, which this server was not given",
+    *("best_of", "suffix", "return_bytes", "return_entropy"),
+)
 _SGLANG_REFUSED = {
-    **_each(_STATES, "return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode", "return_indexer_topk", "return_entropy"),
+    **_each(_STATES, "return_hidden_states", "return_sampling_mask", "sampling_logprobs_mode", "return_indexer_topk"),
     **_each(_ADAPTERS, "lora_path", "lora_id"),
     **_each(_SESSIONS, "session_params"),
     **_each(_PROCESSOR, "custom_logit_processor"),
@@ -129,10 +136,9 @@ _OPENAI_REFUSED = {
     **_SGLANG_REFUSED,
     **_each("it counts neither tiers of a cache nor speculation", "return_cached_tokens_details", "return_spec_tokens_details"),
     **_each("ask for return_token_ids", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
-    **_each(_BEAMS, "best_of"),
-    **_each("it writes what follows a prompt, not what stands between two", "suffix"),
 }
 _OPENAI_IDLE = {
+    **_UNREAD,
     **_each(_LOGS, "user", "custom_labels"),
     **_each(_TEXT, "skip_special_tokens", "continue_final_message", "chat_template_kwargs", "task"),
     **_each(_TOOLS, "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "separate_reasoning", "stream_reasoning"),
@@ -168,18 +174,18 @@ _VLLM_SHARED_IDLE = {
         *("reasoning_ended", "reasoning_parser_kwargs"),
     ),
     **_each("no media come with a request", "media_io_kwargs", "mm_processor_kwargs", "mm_payload"),
-    **_each("it is vLLM's own, and tells how an object of the engine is copied", "skip_clone"),
+    **_each("it is vLLM's own, and tells how its engine holds what it answers", "skip_clone", "flat_logprobs"),
+    **_each("it is for vLLM's endpoints that render a request and do not run it", "return_token_offsets", "return_mm_kwargs"),
+    **_each("an engine without a connector says so in its log, and goes on", "kv_transfer_params", "ec_transfer_params"),
 }
 _VLLM_REFUSED = {
     **_each(_SCORES, "logprob_token_ids", "prompt_logprob_token_ids", "trace_decode_token_ids"),
-    **_each(_ENCODED, "flat_logprobs", "prompt_logprob_start"),
+    **_each(_ENCODED, "prompt_logprob_start"),
     **_each(_BEAMS, "use_beam_search"),
     **_each("it writes what follows a prompt, not what stands between two (vLLM refuses it, too)", "suffix"),
     **_each(_EMBEDDED, "prompt_embeds", "features", "content_parts"),
     **_each("it takes a prompt as it is: cut it yourself", "truncate_prompt_tokens"),
-    **_each("it has no texts but words", "return_token_offsets", "return_prompt_text"),
-    **_each("it takes no media", "return_mm_kwargs"),
-    **_each("it hands no KV over to another engine", "kv_transfer_params", "ec_transfer_params"),
+    **_each("it does not repeat a prompt as text", "return_prompt_text"),
     **_each("its prefix cache is read wherever it fits", "skip_reading_prefix_cache"),
 }
 _VLLM_COMPLETION = """model prompt echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop stream stream_options
@@ -212,13 +218,12 @@ FIELDS: Mapping[str, RequestFields] = {
         {
             **_SGLANG_REFUSED,
             **_each(_SCORES, "token_ids_logprob"),
-            **_each(
-                _ENCODED, "return_text_in_logprobs", "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "return_bytes"
-            ),
+            **_each(_ENCODED, "return_text_in_logprobs", "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64"),
             **_each(_EMBEDDED, "input_embeds", "positional_embed_overrides"),
             **_each("the client has them", "return_prompt_token_ids"),
             **_each("it scores no items", "multi_item_delimiter_indices", "token_indices_to_pool"),
         },
+        _UNREAD,
         _BOOTSTRAP,
         _SGLANG_MEDIA,
         _each(_LOGS, "log_metrics", "no_logs", "custom_labels", "external_trace_header", "received_time", "background"),

@@ -148,6 +148,8 @@ class _Calls:
         body = self._body(asked)
         check_vllm_request(body)
         refuse_unanswered(body, FIELDS["vllm /v1/chat/completions"])
+        if (field(body, "kv_transfer_params", dict, None) or {}).get("prompt_token_ids") is not None:  # which 0.32 takes for the prompt
+            raise BadRequest("kv_transfer_params.prompt_token_ids is not answered by rollproof's fake: a chat's prompt is its messages.")
         ids = words_of(self._text(body), self._backing.vocab)
         call = VllmCall(asked, body, [ids], body, self._backing, prefix="chatcmpl-", default=None)
         if call.stream:

@@ -91,6 +91,40 @@ def test_what_is_not_answered_is_refused(servers: dict[str, Served], model: str,
     assert {200} == {_asked(servers, model, {name: off}).status_code for off in (None, False)}
 
 
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        ("sglang /generate", {"return_bytes": True, "return_entropy": True}),
+        ("sglang /v1/completions", {"best_of": 1, "suffix": "w7"}),
+        ("vllm /v1/completions", {"return_token_offsets": True, "return_mm_kwargs": True}),
+        ("vllm /v1/chat/completions", {"return_token_offsets": True, "return_mm_kwargs": True}),
+        ("vllm sampling_params", {"flat_logprobs": True}),
+        *(
+            (f"vllm {path}", {"kv_transfer_params": {"do_remote_decode": True}, "ec_transfer_params": {"x": 1}})
+            for path in BASE
+            if path[1] != "g"
+        ),
+    ],
+)
+def test_what_the_real_servers_pass_over_is_no_refusal(servers: dict[str, Served], model: str, given: dict[str, Any]) -> None:
+    """Their code was read: nothing of it reaches an answer of a server that was started plainly. The answer is as without it."""
+    varying = {"id", "request_id", "created", "meta_info"}
+    answers = [_asked(servers, model, fields) for fields in ({}, given)]
+
+    assert [200, 200] == [answer.status_code for answer in answers]
+    without, with_it = ({name: value for name, value in answer.json().items() if name not in varying} for answer in answers)
+    assert without.pop("usage", None) == with_it.pop("usage", None)
+    assert without == with_it
+
+
+def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(servers: dict[str, Served]) -> None:
+    """Release 0.32 takes the ids in place of the messages; to answer the messages would be wrong in silence."""
+    refusal = _asked(servers, "vllm /v1/chat/completions", {"kv_transfer_params": {"prompt_token_ids": [5, 6]}})
+
+    assert 400 == refusal.status_code
+    assert "kv_transfer_params.prompt_token_ids is not answered by rollproof's fake" in refusal.text
+
+
 def test_what_is_answered_is_read() -> None:
     """Each answered name stands as a text in the code of the faces: a table alone answers nothing."""
     folder = Path(str(rollproof.fakes.http.__file__)).parent
