@@ -7,9 +7,9 @@ For instance::
     [[faults]]
     do = "reset"            # or slow, status, truncate, wrong-length
     path = "/generate"      # "/v1/*" is all below; default: everything
-    nth = [2, 5]            # the second and the fifth request that fit; or
-    request_id = "r1"       # requests of this id (rid, request_id); or
-    probability = 0.1       # one in ten, drawn from the seed
+    request_id = "r1"       # calls whose body has this rid or request_id; default: all
+    nth = [2, 5]            # the second and the fifth of those that fit; or
+    probability = 0.1       # one in ten of them, drawn from the seed
 
 The engine's own schedule (aborts, evictions, lost replies at a token count) stands under ``[[actions]]``, in the form of a case.
 """
@@ -21,6 +21,7 @@ import random
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
@@ -52,10 +53,10 @@ ENGINE_ACTIONS = (ActionKind.ABORT, ActionKind.EVICT, ActionKind.LOSE_REPLY, Act
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireFault:
-    """One fault, and the requests that it befalls: those of ``path`` that are the ``nth``, of ``request_id``, or drawn.
+    """One fault, and the requests that it befalls: of those of ``path`` and of ``request_id`` the ``nth``, or drawn ones, or all.
 
-    Without any of the three it is every request. ``times`` bounds how often it happens. ``keep`` is the share of the answer's bytes (of a
-    stream: its events) that still goes out. Raises ``UsageError`` where the fields do not make sense.
+    ``times`` bounds how often it happens. ``keep`` is the share of the answer's bytes (of a stream: its events) that still goes out.
+    Raises ``UsageError`` where the fields do not make sense.
     """
 
     do: WireFaultKind
@@ -72,7 +73,7 @@ class WireFault:
     def __post_init__(self) -> None:
         problems = []
         if self.do not in list(WireFaultKind):
-            problems.append(f"do={self.do!r} must be one of {[str(kind) for kind in WireFaultKind]}.")
+            problems.append(_no_kind(self.do, WireFaultKind))
         if not (self.path == "*" or str(self.path).startswith("/")):
             problems.append(f"path={self.path!r} must be a path such as '/generate', '/v1/*', or '*'.")
         if any(not _whole(number, 1) for number in self.nth):
@@ -81,9 +82,8 @@ class WireFault:
             problems.append(f"times={self.times!r} must be a whole number from 1.")
         if self.probability is not None and not _number(self.probability, 0.0, 1.0):
             problems.append(f"probability={self.probability!r} must be a number from 0 to 1.")
-        chosen = [bool(self.nth), self.request_id is not None, self.probability is not None]
-        if sum(chosen) > 1:
-            problems.append("nth, request_id and probability exclude one another: write a fault for each.")
+        if self.nth and self.probability is not None:
+            problems.append("nth and probability exclude each other: write a fault for each.")
         if self.request_id is not None and not (self.request_id and str(self.request_id) == self.request_id):
             problems.append(f"request_id={self.request_id!r} must be a text.")
         if not _number(self.seconds, 0.0, 3600.0):
@@ -154,23 +154,23 @@ class Faults:
         """The fault that befalls this request; every request must be told, once."""
         found = None
         for number, fault in enumerate(self.plan.faults):
-            if not fault.concerns(path):
+            if not fault.concerns(path) or not (fault.request_id is None or fault.request_id in _ids(body)):
                 continue
             self._seen[number] = self._seen.get(number, 0) + 1
             spent = fault.times is not None and self._done.get(number, 0) >= fault.times
-            if self._befalls(number, fault, body) and not spent and found is None:
+            if self._befalls(number, fault) and not spent and found is None:
                 self._done[number] = self._done.get(number, 0) + 1
                 found = fault
                 self.told(fault, path)
         return found
 
-    def _befalls(self, number: int, fault: WireFault, body: bytes) -> bool:
+    def _befalls(self, number: int, fault: WireFault) -> bool:
         if fault.nth:
             return self._seen[number] in fault.nth
         if fault.probability is not None:
             draw = self._draws.setdefault(number, random.Random(f"{self.plan.seed}/{number}"))
             return draw.random() < fault.probability
-        return fault.request_id is None or fault.request_id in _ids(body)
+        return True
 
 
 def _ids(body: bytes) -> tuple[str, ...]:
@@ -183,39 +183,86 @@ def _ids(body: bytes) -> tuple[str, ...]:
     return tuple(str(data[name]) for name in ("rid", "request_id") if isinstance(data.get(name), str))
 
 
+_KEEPING = (WireFaultKind.RESET, WireFaultKind.TRUNCATE, WireFaultKind.WRONG_LENGTH)
+_ONLY_OF: Mapping[str, tuple[WireFaultKind, ...]] = {
+    "seconds": (WireFaultKind.SLOW,),
+    "status": (WireFaultKind.STATUS,),
+    "after_engine": (WireFaultKind.STATUS,),
+    "keep": _KEEPING,
+}
+"""Fields that say something of these faults alone: with another, they would be passed over in silence."""
+
+
 def _listed(data: Mapping[str, Any], name: str) -> Iterable[Any]:
     found = data.get(name, [])
     if not isinstance(found, list) or any(not isinstance(item, dict) for item in found):
-        raise UsageError(f"{name} must be a list of tables.")
+        raise UsageError(f"{name} must be a list of tables: in TOML one [[{name}]] for each, in JSON a list of objects.")
     return found
 
 
+def _no_kind(given: object, kinds: Iterable[StrEnum]) -> str:
+    """The words for a ``do`` that names nothing, with the one that may be meant."""
+    known = [str(kind) for kind in kinds]
+    close = get_close_matches(str(given), known, 1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    return f"do={given!r} must be one of {known}.{meant}"
+
+
+def _fields_of(what: str, item: Mapping[str, Any], known: Iterable[str], needed: Iterable[str]) -> None:
+    """Refuse a table that lacks a field, or has one that there is not."""
+    stray = sorted(set(item) - set(known))
+    if stray:
+        raise UsageError(f"{what} has no field {', '.join(map(repr, stray))}; its fields are {sorted(known)}.")
+    missing = [name for name in needed if name not in item]
+    if missing:
+        raise UsageError(f"{what} needs {' and '.join(map(repr, missing))}; its fields are {sorted(known)}.")
+
+
 def _wire_fault(number: int, item: Mapping[str, Any]) -> WireFault:
-    known = {one.name for one in fields(WireFault)}
-    stray = sorted(set(item) - known)
-    if stray or "do" not in item:
-        raise UsageError(f"Fault {number + 1} has unknown fields {stray}; it needs 'do' and may have {sorted(known - {'do'})}.")
+    what = f"Fault {number + 1}"
+    _fields_of(what, item, [one.name for one in fields(WireFault)], ["do"])
+    if item["do"] not in list(WireFaultKind):
+        raise UsageError(f"{what}: {_no_kind(item['do'], WireFaultKind)}")
     values = dict(item)
+    idle = sorted(name for name, kinds in _ONLY_OF.items() if name in values and values["do"] not in kinds)
+    if idle:
+        raise UsageError(
+            f"{what} ({values['do']}): "
+            + "; ".join(f"{name} says something of {' and '.join(_ONLY_OF[name])} alone" for name in idle)
+            + "."
+        )
+    values["do"] = WireFaultKind(values["do"])
+    values["nth"] = tuple(item["nth"]) if isinstance(item.get("nth"), list) else (item["nth"],) if "nth" in item else ()
     try:
-        values["do"] = WireFaultKind(item["do"])
-        values["nth"] = tuple(item["nth"]) if isinstance(item.get("nth"), list) else (item["nth"],) if "nth" in item else ()
         return WireFault(**values)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"Fault {number + 1}: {error}") from error
+        raise UsageError(str(error).replace("This fault", what, 1)) from error
 
 
 def _action(number: int, item: Mapping[str, Any]) -> Action:
-    try:
-        when = Trigger(**item["when"])
-        action = Action(**{**item, "when": when, "do": ActionKind(item["do"])})
-        typed = isinstance(when.request, str) and _whole(when.tokens, 0) and _whole(action.steps, 0)
-    except (TypeError, ValueError, KeyError) as error:
-        raise UsageError(f"Action {number + 1} must have 'do' and 'when' = {{request, tokens}}: {error}.") from error
-    if not typed or action.do not in ENGINE_ACTIONS:
-        raise UsageError(
-            f"Action {number + 1} ({action.do}) cannot be had of a served engine: do must be one of "
-            f"{[str(one) for one in ENGINE_ACTIONS]}, when.request a text, when.tokens and steps whole numbers from 0."
-        )
+    what = f"Action {number + 1}"
+    _fields_of(what, item, [one.name for one in fields(Action)], ["do", "when"])
+    if item["do"] not in ENGINE_ACTIONS:
+        other = "" if item["do"] not in list(ActionKind) else " A served engine does no other by itself: the rest is up to its clients."
+        raise UsageError(f"{what}: {_no_kind(item['do'], ENGINE_ACTIONS)}{other}")
+    if not isinstance(item["when"], dict):
+        raise UsageError(f"{what}: when={item['when']!r} must be a table, such as {{ request = 'r1', tokens = 2 }}.")
+    _fields_of(f"'when' of {what.lower()}", item["when"], [one.name for one in fields(Trigger)], ["request", "tokens"])
+    when = Trigger(**item["when"])
+    action = Action(**{**item, "when": when, "do": ActionKind(item["do"])})
+    problems = []
+    if not isinstance(when.request, str):
+        problems.append(f"when.request={when.request!r} must be a text.")
+    for name, value in (("when.tokens", when.tokens), ("steps", action.steps)):
+        if not _whole(value, 0):
+            problems.append(f"{name}={value!r} must be a whole number from 0.")
+    for name, value in (("when.queued", when.queued), ("when.race", when.race)):
+        if value not in (True, False):
+            problems.append(f"{name}={value!r} must be true or false.")
+    if not isinstance(action.server, str | None):
+        problems.append(f"server={action.server!r} must be a text.")
+    if problems:
+        raise UsageError(f"{what} cannot be planned:\n  - " + "\n  - ".join(problems))
     return action
 
 

@@ -43,19 +43,28 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path) -> None:
     ("data", "words"),
     [
         ({"fault": []}, "has no \\['fault'\\]"),
-        ({"faults": {}}, "faults must be a list of tables"),
-        ({"faults": [{}]}, "it needs 'do'"),
-        ({"faults": [{"do": "explode"}]}, "'explode' is not a valid WireFaultKind"),
-        ({"faults": [{"do": "reset", "nht": [1]}]}, "unknown fields \\['nht'\\]"),
-        ({"faults": [{"do": "reset", "nth": [0]}]}, "whole numbers from 1"),
-        ({"faults": [{"do": "reset", "nth": [1], "probability": 0.5}]}, "exclude one another"),
+        ({"faults": {}}, r"faults must be a list of tables: in TOML one \[\[faults\]\] for each"),
+        ({"faults": [{}]}, "Fault 1 needs 'do'; its fields are \\['after_engine', 'do'"),
+        ({"faults": [{"do": "explode"}]}, "do='explode' must be one of \\['reset', 'slow', 'status', 'truncate', 'wrong-length'\\]\\.$"),
+        ({"faults": [{"do": "truncat"}]}, "Did you mean 'truncate'\\?"),
+        ({"faults": [{"do": "reset", "nht": [1]}]}, "Fault 1 has no field 'nht'; its fields are"),
+        ({"faults": [{"do": "reset", "nth": [0]}]}, "Fault 1 cannot be planned:\n  - nth=\\[0\\] must be whole numbers from 1"),
+        ({"faults": [{"do": "reset", "nth": [1], "probability": 0.5}]}, "nth and probability exclude each other"),
+        ({"faults": [{"do": "reset", "seconds": 2}]}, r"Fault 1 \(reset\): seconds says something of slow alone"),
+        ({"faults": [{"do": "slow", "keep": 0.1}]}, "keep says something of reset and truncate and wrong-length alone"),
         ({"faults": [{"do": "reset", "probability": 2}]}, "a number from 0 to 1"),
         ({"faults": [{"do": "status", "status": 200}]}, "a status from 400 to 599"),
         ({"faults": [{"do": "slow", "seconds": -1}]}, "a number from 0 to 3600"),
         ({"faults": [{"do": "truncate", "keep": 1.0}]}, "below 1"),
         ({"faults": [{"do": "reset", "path": "generate"}]}, "must be a path"),
-        ({"actions": [{"do": "sync", "when": {"request": "r", "tokens": 1}}]}, "cannot be had of a served engine"),
-        ({"actions": [{"do": "abort"}]}, "must have 'do' and 'when'"),
+        ({"actions": [{"do": "sync", "when": {"request": "r", "tokens": 1}}]}, "must be one of .*A served engine does no other by itself"),
+        ({"actions": [{"do": "abort"}]}, "Action 1 needs 'when'; its fields are"),
+        ({"actions": [{"do": "abort", "when": 3}]}, "when=3 must be a table, such as"),
+        ({"actions": [{"do": "abort", "when": {"request": "r"}}]}, "'when' of action 1 needs 'tokens'"),
+        ({"actions": [{"do": "abort", "when": {"request": "r", "tokens": 1, "x": 2}}]}, "'when' of action 1 has no field 'x'"),
+        ({"actions": [{"do": "abort", "when": {"request": "r", "tokens": "1"}}]}, "when.tokens='1' must be a whole number from 0"),
+        ({"actions": [{"do": "kill", "server": 1, "when": {"request": "r", "tokens": 1}}]}, "server=1 must be a text"),
+        ({"actions": [{"do": "abortt", "when": {"request": "r", "tokens": 1}}]}, "Did you mean 'abort'"),
         ({"seed": "x"}, "seed='x' must be a whole number"),
     ],
 )
@@ -84,6 +93,8 @@ def test_a_fault_befalls_whom_it_names() -> None:
     mixed = [("/generate" if i % 2 else "/health", b'{"rid": "r%d"}' % i) for i in range(40)]
     assert [4, 8] == befallen(plan(do="reset", path="/generate", nth=[2, 4]), mixed)
     assert [6] == befallen(plan(do="reset", request_id="r5"), mixed)
+    again = [("/generate", b'{"rid": "r1"}'), ("/generate", b'{"rid": "r2"}')] * 3
+    assert [3] == befallen(plan(do="reset", request_id="r1", nth=[2]), again)  # the second of its own calls, whoever asks between
     assert [1, 2] == befallen(plan(do="reset", times=2), mixed)
     drawn = [FaultPlan(faults=(WireFault(do=WireFaultKind.SLOW, probability=0.3),), seed=seed) for seed in (1, 1, 2)]
     first, again, other = (befallen(one, mixed) for one in drawn)
