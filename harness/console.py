@@ -12,10 +12,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["Line", "Style", "check_lines", "finding_lines", "report_lines", "summary_text", "text_of", "wrapped"]
+__all__ = ["NOT_EXERCISED", "Line", "Style", "check_lines", "finding_lines", "report_lines", "summary_text", "text_of", "wrapped"]
 
+NOT_EXERCISED = "not exercised"
+"""How the reason of a check begins whose situation did not occur."""
 _WIDTH = 118
-_NOT_EXERCISED = "not exercised"
 _NAMED = 6
 """Checks of one line that are named there."""
 _WHERE = ("request", "call", "segment", "position", "index", "layer", "version", "server")
@@ -71,7 +72,7 @@ def report_lines(report: Mapping[str, Any], *, verbose: bool = False, findings: 
     shown = ("fail", "expected fail", "unknown", "pass", "not applicable") if verbose else ("fail", "expected fail", "unknown")
     for verdict in shown:
         checks = [check for check in report["checks"] if check["verdict"] == verdict]
-        idle = [check for check in checks if verdict == "unknown" and gather and not verbose and check["reason"].startswith(_NOT_EXERCISED)]
+        idle = [check for check in checks if verdict == "unknown" and gather and not verbose and check["reason"].startswith(NOT_EXERCISED)]
         if verdict == "not applicable":
             yield from _ruled_out(checks)
             continue

@@ -17,6 +17,7 @@ __all__ = ["SITUATIONS", "Scenarios"]
 _FAULTS = {
     "lost-reply": "lost replies",
     "late-reply": "late replies",
+    "broken-stream": "streams that may not have been read to their end",
     "duplicate-reply": "duplicate replies",
     "reject": "rejected calls",
     "death": "server deaths",

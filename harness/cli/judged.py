@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rollproof.checks import Check, CheckResult, Verdict
-from rollproof.console import Line, Style, wrapped
+from rollproof.console import NOT_EXERCISED, Line, Style, wrapped
 
 __all__ = ["judged_lines"]
 
@@ -27,7 +27,8 @@ def judged_lines(results: Sequence[CheckResult], *, told: bool) -> Iterator[Line
     held = [one.check for one in results if one.verdict is Verdict.PASS]
     if held:
         yield Style.GOOD, wrapped(f"  held: {_named(held)}.")
-    idle = [one.check for one in results if one.verdict is Verdict.UNKNOWN and not sum(one.exercised.values())]
+    # an unknown check with a reason of its own is told with that reason, and what it is about may well have occurred
+    idle = [one.check for one in results if one.verdict is Verdict.UNKNOWN and one.reason.startswith(NOT_EXERCISED)]
     untold = [] if told else [check for check in idle if _of_samples(check)]
     missed = [check for check in idle if check not in untold]
     if untold:

@@ -8,7 +8,7 @@ import pytest
 
 from rollproof.records import Span
 from rollproof.scenarios import Scenarios
-from rollproof.trace import PauseMode, Trace
+from rollproof.trace import Fault, PauseMode, Trace
 from tests.support.telling import Teller
 
 
@@ -193,3 +193,10 @@ def test_events_that_refer_to_nothing_known_are_ignored() -> None:
     teller = Teller()
     teller.admit(7).reply(7, (3,)).observe(5).result((3,))
     assert {} == _counts(teller.trace())
+
+
+def test_a_stream_that_may_have_broken_is_counted_in_words() -> None:
+    """By what it means, not by the name of the event."""
+    story = _teller()
+    story.reply(story.call((1, 2)), (3,)).add(Fault(what="broken-stream", server_id="s0", call_id=1))
+    assert 1 == _counts(story.trace())["streams that may not have been read to their end"]
