@@ -110,13 +110,9 @@ def options_page() -> Iterator[str]:
         for parameter in command.params:
             yield f"| {_spelling(parameter)} | {getattr(parameter, 'help', '') or ''} |"
     yield "\n## File of expected failures\n"
-    yield (
-        inspect.cleandoc(rollproof.expected.__doc__ or "")
-        .replace("Format::", "Format:\n\n```toml")
-        .replace("\n\n    ", "\n")
-        .replace("\n    ", "\n")
-    )
-    yield "```"
+    before, _, rest = inspect.cleandoc(rollproof.expected.__doc__ or "").partition("::\n\n")
+    example, _, after = rest.partition("\n\n")
+    yield f"{before}:\n\n```toml\n{inspect.cleandoc(example)}\n```\n\n{after}"
 
 
 def _spelling(parameter: Any) -> str:

@@ -17,6 +17,7 @@ from rollproof.fakes.http.request_fields import FIELDS
 from rollproof.fakes.http.serving import FACES
 
 RECORDED = Path(__file__).parent.parent / "tests" / "http" / "recorded"
+EXAMPLE = Path(__file__).parent / "example"
 SHOWN: Mapping[str, tuple[tuple[str, str, int], ...]] = {
     "sglang": (
         ("tokens in, tokens out", "generate", 0),
@@ -53,12 +54,14 @@ def http_page() -> Iterator[str]:
     yield "`rollproof serve` (see [doors](doors.md)) answers as these servers do. The faces are compared with recordings of the real"
     yield "servers (tests/http/recorded): status, media type, keys and kinds of values. What differs, and why: tests/http/unlike.py.\n"
     yield from _start()
+    yield from _judged()
     yield from _fields()
     for name, shown in SHOWN.items():
         yield f"\n## {name}\n\nEndpoints: {', '.join(f'`{path}`' for path in clock.run(lambda name=name: _paths(name)))}.\n"
-        yield f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the face answers."
-        yield "The face was fresh each time. Long texts and lists are cut: the recordings keep three of a list, of the face's it is told"
-        yield "how many more there are. Times are 0.\n"
+        yield f"Below, {len(shown)} kinds of requests: what {_server(name)} answered, and what the face answers. The status stands"
+        yield "before the body (`curl -i` shows it), and events of a stream without their `data:`. The face was fresh each time: one that"
+        yield "has served the prompt before counts its tokens as cached, and after a pause it answers no call. Long texts and lists are"
+        yield "cut: the recordings keep three of a list, of the face's it is told how many more there are. Times are 0.\n"
         for title, kind, number in shown:
             data = json.loads((RECORDED / f"{name}_{kind}.json").read_text(encoding="utf-8"))
             exchange = data["exchanges"][number]
@@ -84,10 +87,52 @@ the transcripts have `w0`.
 
 - A pause holds until it is ended: after `/pause_generation` or `/pause`, calls wait for `/continue_generation` or `/resume`; after `/sleep`
   for `/wake_up`.
+- Weights are known by the path (or the like) that an update names: the same name is the same weights again, an update without one brings
+  the next. Nothing is read from it.
 - `temperature`, `top_p` and their like are checked and change nothing, stop strings and stop tokens are taken and never met: what a call
   samples follows from its prompt, the weights and `--seed` alone, so that the samples of `n > 1` are equal.
 - A request that is wrong has the status and the form that the real server gives it; an endpoint that is none is a 404.
 - `/rollproof/submit` and `/rollproof/result` are rollproof's own: by them a stack tells of its samples ([doors](doors.md))."""
+
+
+def _judged() -> Iterator[str]:
+    """A client that is judged through the face, with the files of docs/example; tests/http/test_served_example.py runs it."""
+    yield "\n## A client, aborted and cut off on purpose\n"
+    yield "[served_plan.toml](example/served_plan.toml) aborts request `r1` after two tokens, and cuts the reply to the call that resumes"
+    yield "it:\n"
+    yield f"```toml\n{(EXAMPLE / 'served_plan.toml').read_text(encoding='utf-8')}```\n"
+    yield "[served_client.py](example/served_client.py) resumes by sending prompt and tokens again, asks again where a reply broke off, and"
+    yield "tells the server of its request and sample; [served_contract.toml](example/served_contract.toml) is what it promises.\n"
+    yield """```console
+$ rollproof serve --as sglang --port 30000 --contract served_contract.toml --fault-plan served_plan.toml --trace served.arrow
+$ python served_client.py        # in another terminal; then end the server with Ctrl-C
+r1: 2 tokens, abort
+r1: IncompleteRead, asked again
+r1: 6 tokens, length
+$ rollproof check served.arrow
+  ...
+  exercised
+    route rows .................................................. 17
+    tokens sampled .............................................. 14
+    engine calls ................................................ 3
+    budgets exhausted ........................................... 2
+    prefix-cache hits ........................................... 2
+    aborts mid-decode ........................................... 1
+    aborts of nothing in flight ................................. 1
+    lost replies ................................................ 1
+    requests .................................................... 1
+    resumes ..................................................... 1
+  ...
+```
+
+The exit code is 2: nothing failed, and one request leaves much unknown. Take 1 for a failure. (The abort of nothing is that of Ctrl-C.)
+Without its line `routed_experts_start_len` the client has the most frequent fault of the field, and `rollproof check` ends with 1:
+
+```console
+  FAIL  routes.rows
+    1. 16 route rows for a sample of 12 tokens
+       where     request r1, segment 1, position 5
+```"""
 
 
 def _fields() -> Iterator[str]:
@@ -135,7 +180,7 @@ async def _asked(name: str, request: Mapping[str, Any]) -> tuple[int, Any]:
 def _curl(request: Mapping[str, Any]) -> str:
     body = request.get("body")
     data = "" if body is None else f" -H 'content-type: application/json' -d {shlex.quote(json.dumps(_cut(body, 12)))}"
-    return f"curl -X {request['method']} localhost:30000{request['path']}{data}"
+    return f"curl -X {request['method']} {shlex.quote('localhost:30000' + request['path'])}{data}"  # zsh would expand a `?`
 
 
 def _text(body: Any) -> str:
