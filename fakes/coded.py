@@ -34,8 +34,9 @@ import numpy.typing as npt
 
 from rollproof.errors import CaseError, UsageError
 from rollproof.fakes.cells import TABLE_BITS, cells_of
-from rollproof.fakes.hashing import F1, F2, MASK, MIX, N_STEP, STEP, Hashes, finish, prefix_hashes
+from rollproof.fakes.hashing import F1, F2, MASK, MIX, N_STEP, STEP, Hashes, finish, hashes_of_many, prefix_hashes
 from rollproof.fakes.lanes import draw_lanes
+from rollproof.fakes.singly import follow_overrides
 from rollproof.records import IntArray, LogprobArray, Version
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ class CodedPolicy:
     ``vocab`` token ids from 0, ``moe_layers`` global layer indexes (the columns of the other, dense layers are zeros),
     ``eos_every``: on average one token in this many is ``eos_id`` (``None``: never). Equal fields make equal policies.
     A version is an int, a str, or a ``mixed_key``. Raises ``CaseError`` for sizes out of bounds.
+
+    Of a subclass an engine asks ``logprobs_spans``, ``routes_spans``, and ``draw`` or what that consists of, ``next_token`` and
+    ``extend``: to override one of these is enough, for what asks for many at once then asks for one after the other.
     """
 
     seed: int
@@ -84,6 +88,10 @@ class CodedPolicy:
     eos_every: int | None = None
     eos_id: int = 0
     _keys: dict[Version, tuple[int, int, int]] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super(CodedPolicy, cls).__init_subclass__(**kwargs)  # by name: a class with slots is made twice, and plain super() means the first
+        follow_overrides(cls)
 
     def __post_init__(self) -> None:
         problems = [
@@ -228,14 +236,14 @@ class CodedPolicy:
         """
         return self.routes_of_hashes(finish(self._seeds((spans, ids, start, stop), 2)))
 
-    def logprobs_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]) -> list[LogprobArray]:
+    def logprobs_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes] | None = None) -> list[LogprobArray]:
         """``logprobs_spans`` of each, in one pass: most of what a short one takes, numpy takes for each pass.
 
-        ``hashes`` are the ``prefix_hashes`` of their ids.
+        ``hashes`` are the ``prefix_hashes`` of their ids, where whoever asks has them: engines do.
         """
         return _parted(_logprobs_of(finish(self._seeds_many(stretches, 1, hashes))), stretches)
 
-    def routes_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]) -> list[IntArray]:
+    def routes_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes] | None = None) -> list[IntArray]:
         """``routes_spans`` of each, in one pass; ``hashes`` as for ``logprobs_many``."""
         return _parted(self.routes_of_hashes(finish(self._seeds_many(stretches, 2, hashes))), stretches)
 
@@ -290,8 +298,10 @@ class CodedPolicy:
             raise UsageError(f"The spans cover {covered} of the positions {start} to {stop}: every position needs a version.")
         return prefix + keys
 
-    def _seeds_many(self, stretches: Sequence[Stretch], what: int, hashes: Sequence[Hashes]) -> Hashes:
+    def _seeds_many(self, stretches: Sequence[Stretch], what: int, hashes: Sequence[Hashes] | None) -> Hashes:
         """``_seeds`` of all stretches, one after the other."""
+        if hashes is None:
+            hashes = hashes_of_many([ids for _, ids, _, _ in stretches])
         if not _alike(stretches):
             return np.concatenate([np.zeros(0, np.uint64), *[self._seeds(one, what) for one in stretches]])
         joined = np.concatenate([known[start:stop] for known, (_, _, start, stop) in zip(hashes, stretches, strict=True)])

@@ -10,11 +10,10 @@ import numpy as np
 from rollproof.case import ActionKind, EngineOptions, Model
 from rollproof.contract import Contract, LayerAxis
 from rollproof.fakes.calls import EngineCall
-from rollproof.fakes.coded import CodedPolicy, Stretch, VersionSpan
+from rollproof.fakes.coded import CodedPolicy, VersionSpan
 from rollproof.fakes.engine import FakeEngine
 from rollproof.fakes.flavours import Recompute
 from rollproof.fakes.fleet import Fleet
-from rollproof.fakes.hashing import Hashes
 from rollproof.fakes.known_bugs.planting import CLEAN, act, case, on_engine, on_policy
 from rollproof.fakes.kv import PrefixCache
 from rollproof.fakes.managers import AsSampled, EngineKeep, Sample
@@ -99,14 +98,7 @@ class _FlagLost(AsSampled):
         return await super().call(server_id, sample, sent, budget)
 
 
-class _Miscaptures(CodedPolicy):
-    """What an engine shows of its rows is wrong."""
-
-    def routes_many(self, stretches: Sequence[Stretch], hashes: Sequence[Hashes]) -> list[IntArray]:
-        return [self.routes_spans(*one) for one in stretches]
-
-
-class _StageMissing(_Miscaptures):
+class _StageMissing(CodedPolicy):
     """The layers of the second pipeline stage never reach the first one."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
@@ -115,7 +107,7 @@ class _StageMissing(_Miscaptures):
         return rows
 
 
-class _PromptRowsMissing(_Miscaptures):
+class _PromptRowsMissing(CodedPolicy):
     """The rows of the first two tokens were not written when they were read."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
@@ -124,7 +116,7 @@ class _PromptRowsMissing(_Miscaptures):
         return rows
 
 
-class _CapturedOnce(_Miscaptures):
+class _CapturedOnce(CodedPolicy):
     """A CUDA graph replays the forward, and the capture still shows the one that was recorded."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
@@ -133,7 +125,7 @@ class _CapturedOnce(_Miscaptures):
         return rows
 
 
-class _SharedExpert(_Miscaptures):
+class _SharedExpert(CodedPolicy):
     """The fused shared expert stands behind the last routed one, and is not cut off."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
@@ -142,7 +134,7 @@ class _SharedExpert(_Miscaptures):
         return rows
 
 
-class _StaleSlots(_Miscaptures):
+class _StaleSlots(CodedPolicy):
     """Slots that were given to this call still hold the rows of the one before."""
 
     def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
