@@ -72,16 +72,20 @@ def serve(
         raise UsageError("--incremental is SGLang's (incremental_streaming_output): vLLM streams only what is new anyway.")
     if trace is not None and trace.exists():
         raise UsageError(f"--trace {trace} exists: name a new file, or remove it before.")
+    model = Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=top_k, vocab=vocab)
     options = ServeOptions(
         flavour=flavour or FACES[face][1],
-        model=Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=experts, top_k=top_k, vocab=vocab),
+        model=model,
         engine=EngineOptions(max_batch=256, step=step, prefix_cache=True),
         seed=seed,
         incremental=incremental,
         routes=None if routes is None else RoutesForm(routes),
-        contract=None if contract is None else _contract(contract),
+        contract=None if contract is None else _contract(contract, model),
     )
     plan = None if fault_plan is None else FaultPlan.from_file(fault_plan)
+    for action in () if plan is None else plan.actions:
+        if action.server is not None:
+            _one_of(f"{fault_plan}: server", action.server, [f"s{number}" for number in range(workers)], f"{face} --workers {workers}")
     header = Backing.header(options)
     listening = [bound_socket(port)]
     with nullcontext() if trace is None else TraceWriter(trace, header) as writer:
@@ -107,15 +111,31 @@ def _one_of(option: str, given: str | None, known: Sequence[str], face: str) -> 
         raise UsageError(f"{option} {given} cannot be had with --as {face}: choose one of {[str(one) for one in known]}.")
 
 
-def _contract(path: Path) -> Contract:
+def _contract(path: Path, model: Model) -> Contract:
+    """The contract of the file, which must be about the served ``model``: else every sample would be blamed for its sizes."""
     from rollproof.contract import Contract
 
     try:
         text = path.read_text(encoding="utf-8")
         data: Any = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return Contract(**fields)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, ContractError):
-            raise
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"The contract {path} cannot be read: {error}.") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"The contract {path} must be an object with the fields of docs/contract.md, not a {type(data).__name__}.")
+    try:
+        promised = Contract(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+    except ContractError as error:
+        raise ContractError(f"{path}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"The contract {path} cannot be read: {error}.") from error
+    other = [
+        f"{name} is {given!r} there, and {size!r} of the served model"
+        for name, size in model.sizes.items()
+        if (given := getattr(promised, name)) is not None and given != size
+    ]
+    if other:
+        raise UsageError(
+            f"The contract {path} is about another model: {'; '.join(other)}. Start the server with the --layers, --experts and --top-k "
+            "of the contract, or change it: all layers of a served model are mixtures of experts."
+        )
+    return promised

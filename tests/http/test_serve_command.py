@@ -21,6 +21,7 @@ from rollproof.cli.app import run
 from rollproof.store import TraceReader
 
 CALL = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}, "return_routed_experts": True}
+PROMISED = (Path(__file__).parents[2] / "docs" / "example" / "served_contract.toml").read_text(encoding="utf-8")
 resource = pytest.importorskip("resource", reason="POSIX only")
 
 
@@ -89,6 +90,34 @@ def test_options_that_do_not_go_together_are_refused_in_one_line(
     said = capsys.readouterr().err
     assert text in said
     assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("contract.json", "[1]", "The contract contract.json must be an object with the fields of docs/contract.md, not a list."),
+        ("contract.toml", 'rows = "T"', "contract.toml: The contract cannot be used:\n  - resume must be declared."),
+        (
+            "contract.toml",
+            PROMISED.replace("num_layers = 3", "num_layers = 4"),
+            "The contract contract.toml is about another model: num_layers is 4 there, and 3 of the served model.",
+        ),
+        (
+            "plan.toml",
+            '[[actions]]\ndo = "kill"\nserver = "s1"\nwhen = { request = "r", tokens = 1 }',
+            "plan.toml: server s1 cannot be had with --as sglang --workers 1: choose one of ['s0'].",
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_the_server_is_refused(
+    name: str, text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, and in words of the file."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text, encoding="utf-8")
+    option = "--fault-plan" if name.startswith("plan") else "--contract"
+    assert 254 == run(["serve", "--as", "sglang", option, name])
+    assert words in capsys.readouterr().err
 
 
 def test_a_taken_port_is_told() -> None:
