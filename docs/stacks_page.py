@@ -42,12 +42,14 @@ def stacks_page() -> Iterator[str]:
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
     results.sort(key=lambda result: (list(STACKS).index(result["stack"]), result["version"]))
     yield "# Stacks\n\nReleased frameworks whose own, unmodified code is judged on fake engines: `rollproof verify --stack NAME`,"
-    yield "where it is installed; `nox -s upstream -- NAME==VERSION` installs it and holds its verdicts to the matrix of"
+    yield "where it is installed (elsewhere the error has the commands that install it: from a package index, without the engines and CUDA"
+    yield "packages that its metadata asks for); `nox -s upstream -- NAME==VERSION` installs it and holds its verdicts to the matrix of"
     yield "[harness/stacks/verdicts](../harness/stacks/verdicts). What fails is shown by hand in [track-record.md](track-record.md)."
     yield "An entry says of each check that fails what kind of finding it shows, and after which situations: another kind, or another"
     yield "situation, is an error, as a pass or an unknown verdict is. The seed draws the schedules; the matrix is that of the default one."
     yield "slime, prime-rl, NeMo-RL and ROLL are judged from a checkout, `--checkout DIR`, at the commit of the table; `--force` judges"
-    yield "another commit, or code that was changed there (`<commit>+changed`), as that one.\n"
+    yield "another commit, or code that was changed there (`<commit>+changed`), as that one, and a release that the table does not have as the"
+    yield "newest that it has: what fails then may be the adapter's fault.\n"
     yield from _parts(results)
     yield from _table(results)
     yield from _failing(results)

@@ -56,7 +56,8 @@ class Release:
         if self.beside:
             first += f" && python -m pip install --no-deps {' '.join(self.beside)}"
         if self.repository is None:
-            return f"{first} && python -m pip install --no-deps {self.distribution}=={wanted}"
+            # some of them ask for a newer Python than their rollout code needs (SkyRL 0.4.0: 3.12)
+            return f"{first} && python -m pip install --no-deps --ignore-requires-python {self.distribution}=={wanted}"
         folder = self.distribution
         return f"{first} && git clone {self.repository} {folder} && git -C {folder} checkout {wanted}"
 

@@ -41,14 +41,19 @@ def test_an_unknown_stack_is_refused_with_the_ones_that_exist() -> None:
 def test_a_forced_version_is_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who forces a version that the adapters do not know, while another is installed, is told how to install that very one."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.9.1")
-    with pytest.raises(StackError, match=r"verl==0\.10\.0 was asked for, but 0\.9\.1 is installed.*\n.*--no-deps verl==0\.10\.0$"):
+    with pytest.raises(
+        StackError, match=r"verl==0\.10\.0 was asked for, but 0\.9\.1 is installed.*\n.*--no-deps --ignore-requires-python verl==0\.10\.0$"
+    ):
         load_stack("verl==0.10.0", force=True)
 
 
 def test_a_missing_stack_names_the_commands_that_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not installed: the error has the pinned requirements and the version that was asked for."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: None)
-    with pytest.raises(StackError, match=r"verl is not installed here.*\n.*pip install -r .*verl\.txt && .*--no-deps verl==0\.8\.0$"):
+    with pytest.raises(
+        StackError,
+        match=r"verl is not installed here.*\n.*pip install -r .*verl\.txt && .*--no-deps --ignore-requires-python verl==0\.8\.0$",
+    ):
         load_stack("verl==0.8.0")
 
 
