@@ -48,8 +48,8 @@ def stacks_page() -> Iterator[str]:
     yield "An entry says of each check that fails what kind of finding it shows, and after which situations: another kind, or another"
     yield "situation, is an error, as a pass or an unknown verdict is. The seed draws the schedules; the matrix is that of the default one."
     yield "slime, prime-rl, NeMo-RL and ROLL are judged from a checkout, `--checkout DIR`, at the commit of the table; `--force` judges"
-    yield "another commit, or code that was changed there (`<commit>+changed`), as that one, and a release that the table does not have as the"
-    yield "newest that it has: what fails then may be the adapter's fault.\n"
+    yield "another commit, or code that was changed there (`<commit>+changed`), as that one, and a release that the table does not have as"
+    yield "the newest that it has: what fails then may be the adapter's fault.\n"
     yield from _parts(results)
     yield from _table(results)
     yield from _failing(results)

@@ -42,7 +42,7 @@ def test_a_forced_version_is_the_one_to_install(monkeypatch: pytest.MonkeyPatch)
     """Who forces a version that the adapters do not know, while another is installed, is told how to install that very one."""
     monkeypatch.setattr(stacks, "installed_version", lambda name: "0.9.1")
     with pytest.raises(
-        StackError, match=r"verl==0\.10\.0 was asked for, but 0\.9\.1 is installed.*\n.*--no-deps --ignore-requires-python verl==0\.10\.0$"
+        StackError, match=r"verl==0\.10\.0 was asked for, but 0\.9\.1 is installed.*\n.* --ignore-requires-python verl==0\.10\.0$"
     ):
         load_stack("verl==0.10.0", force=True)
 
@@ -52,7 +52,7 @@ def test_a_missing_stack_names_the_commands_that_install_it(monkeypatch: pytest.
     monkeypatch.setattr(stacks, "installed_version", lambda name: None)
     with pytest.raises(
         StackError,
-        match=r"verl is not installed here.*\n.*pip install -r .*verl\.txt && .*--no-deps --ignore-requires-python verl==0\.8\.0$",
+        match=r"verl is not installed here.*\n.*pip install -r .*verl\.txt && .*python verl==0\.8\.0$",
     ):
         load_stack("verl==0.8.0")
 
