@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 
+from rollproof.contract import Contract
 from rollproof.fakes.http.backing import ServeOptions
 from rollproof.fakes.http.router import RouterKind
 from rollproof.fakes.http.serving import routing
+from rollproof.fakes.http.teller import Teller
+from rollproof.records import Request
 from rollproof.trace import Call, Weights
 from tests.http.served import Served, running
 
+PROMISED: dict[str, Any] = {
+    "resume": "client",
+    "abort_surfaces": False,
+    "versions": "none",
+    "logprobs": "none",
+    "kv_policy": "recompute",
+}
 ASK = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
 
 
@@ -58,6 +68,22 @@ def test_what_goes_to_workers_themselves_reaches_each_of_them(router: Served) ->
     router.client.post(f"{urls[0]}/update_weights_from_disk", json={"model_path": "one", "weight_version": "v1"})
     shown = [router.client.get(f"{url}/model_info").json()["weight_version"] for url in urls]
     assert ["v1", "default", "default"] == shown
+
+
+@pytest.mark.parametrize("kind", list(RouterKind))
+def test_samples_are_told_to_the_router(kind: RouterKind) -> None:
+    """The stack knows one address: what it tells there is in the trace of all, also where the first server is dead."""
+    options = ServeOptions(flavour="sglang", contract=Contract(rows="none", **PROMISED))
+    with running(lambda: routing("sglang", options, 2, kind)) as router:
+        first = next(iter(router.backing.values()))
+        teller = Teller(router.url)
+        teller.submit(Request(request_id="r0", prompt_ids=(5, 6, 7), max_tokens=2))
+        assert 200 == router.client.post("/generate", json=ASK).status_code
+        router.do(first.engine.kill)
+        teller.ended("r0")
+        events = router.do(lambda: first.recorder.events)
+    assert ["submit", "call", "result"] == [event.kind for event in events if event.kind in ("submit", "call", "result")]
+    assert ["r0"] == [event.request_id for event in events if isinstance(event, Call)]
 
 
 def test_slimes_router_lists_adds_and_forwards_everything() -> None:
