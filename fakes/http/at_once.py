@@ -7,60 +7,71 @@ of 80 KB the copy alone costs as much as reading the request.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
-from rollproof.fakes.http.asgi import AT_ONCE, Send, Whole
+import h11
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from rollproof.fakes.http.asgi import AT_ONCE, Receive, Scope, Send, Whole
 
-__all__ = ["writing_at_once"]
+__all__ = ["offering"]
 
-_OVER_HTTPTOOLS = "uvicorn.protocols.http.httptools_impl"
+_App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _PARTS = (
-    *("access_log", "chunked_encoding", "default_headers", "disconnected", "flow", "keep_alive", "message_event", "on_response"),
-    *("response_complete", "response_started", "scope", "transport", "waiting_for_100_continue"),
+    *("access_log", "default_headers", "disconnected", "flow", "keep_alive", "message_event", "on_response", "response_complete"),
+    *("response_started", "scope", "transport", "waiting_for_100_continue"),
 )
 """What is used of uvicorn's cycle of request and response, which is its own affair: releases from 0.29 on have it."""
-_CLOSE = (b"connection", b"close")
+_BARE, _END = h11.Response(status_code=204, headers=[]), h11.EndOfMessage()
 
 
-def writing_at_once(protocol: Any) -> Any:
-    """``protocol`` of uvicorn, which offers the extension where it is the one over httptools, and as it is known; any other as it is."""
-    ours = next((one for one in protocol.__mro__ if one.__module__ == _OVER_HTTPTOOLS), None)
-    if ours is None or not _known(getattr(inspect.getmodule(ours), "RequestResponseCycle", None)):
-        return protocol
-
-    class AtOnce(protocol):  # type: ignore[misc]
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.scope["extensions"] = _EXTENSIONS
-
-    return AtOnce
+def offering(app: _App, protocol: Any) -> _App:
+    """``app``, which is offered to write at once where ``protocol`` of uvicorn is one that is known; elsewhere as it is."""
+    for name, (part, ends) in _KNOWN.items():
+        ours = next((one for one in protocol.__mro__ if one.__module__ == f"uvicorn.protocols.http.{name}"), None)
+        if ours is not None and _known(getattr(inspect.getmodule(ours), "RequestResponseCycle", None), part):
+            return _offered(app, ends)
+    return app
 
 
-def _known(kind: Any) -> bool:
+def _offered(app: _App, ends: Callable[[Any], None]) -> _App:
+    def written(send: Send, answer: Whole) -> bool:
+        return _written(getattr(send, "__self__", None), answer, ends)
+
+    extensions = {AT_ONCE: written}
+
+    def offered(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        scope["extensions"] = extensions
+        return app(scope, receive, send)
+
+    return offered
+
+
+def _known(kind: Any, part: str) -> bool:
     """Whether cycles of this ``kind`` have all that is used of them."""
     try:
-        cycle = kind(**dict.fromkeys(inspect.signature(kind).parameters))
+        given = dict.fromkeys(inspect.signature(kind).parameters)
+        cycle = kind(**{**given, "conn": h11.Connection(h11.SERVER)} if "conn" in given else given)
     except (TypeError, ValueError, AttributeError):
         return False
-    return all(hasattr(cycle, name) for name in _PARTS)
+    return all(hasattr(cycle, name) for name in (*_PARTS, part))
 
 
-def _written(send: Send, answer: Whole) -> bool:
-    """Write ``answer`` and end the cycle of request and response that ``send`` is of, as it would itself; false where it has to."""
-    cycle: Any = getattr(send, "__self__", None)
-    if not hasattr(cycle, "on_response"):  # a middleware's own ``send``
+def _written(cycle: Any, answer: Whole, ends: Callable[[Any], None]) -> bool:
+    """Write ``answer`` and end its ``cycle`` of request and response as that would itself; false where it has to."""
+    if not hasattr(cycle, "on_response"):  # what sends is a middleware's own
         return False
     if cycle.disconnected or cycle.response_started or cycle.flow.write_paused or cycle.access_log or not cycle.keep_alive:
         return False
+    scope = cycle.scope
     # most releases of uvicorn look for the header when they answer; asyncio's ``writelines`` of 3.12 registers a socket that is lost anew
-    if _CLOSE in cycle.scope["headers"] or cycle.transport.is_closing():
+    if scope["http_version"] != "1.1" or cycle.transport.is_closing():
+        return False
+    if any(name == b"connection" and value.lower() != b"keep-alive" for name, value in scope["headers"]):
         return False
     head = [b"HTTP/1.1 200 OK\r\n", *[b"%b: %b\r\n" % header for header in (*cycle.default_headers, *answer.raw_headers)], b"\r\n"]
-    cycle.waiting_for_100_continue = cycle.chunked_encoding = False
+    ends(cycle)
+    cycle.waiting_for_100_continue = False
     cycle.response_started = cycle.response_complete = True
     cycle.transport.writelines([b"".join(head), *answer.parts])
     cycle.message_event.set()
@@ -68,4 +79,18 @@ def _written(send: Send, answer: Whole) -> bool:
     return True
 
 
-_EXTENSIONS: Mapping[str, Callable[[Send, Whole], bool]] = {AT_ONCE: _written}
+def _over_httptools(cycle: Any) -> None:
+    cycle.chunked_encoding = False
+
+
+def _over_h11(cycle: Any) -> None:
+    """h11 has to know that the answer was sent, and nothing more of it: it is told of one without a body, and what it writes is dropped."""
+    cycle.conn.send(_BARE)
+    cycle.conn.send(_END)
+
+
+_KNOWN: Mapping[str, tuple[str, Callable[[Any], None]]] = {
+    "httptools_impl": ("chunked_encoding", _over_httptools),
+    "h11_impl": ("conn", _over_h11),
+}
+"""Modules of uvicorn's protocols, what else is used of their cycles, and what ends a cycle."""

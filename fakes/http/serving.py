@@ -17,7 +17,7 @@ import uvicorn
 
 from rollproof.errors import UsageError
 from rollproof.fakes.http.asgi import Face
-from rollproof.fakes.http.at_once import writing_at_once
+from rollproof.fakes.http.at_once import offering
 from rollproof.fakes.http.backing import Backing, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan
 from rollproof.fakes.http.keeping import Kept
@@ -215,7 +215,8 @@ def _config(app: Face | Router, *, access_log: bool) -> uvicorn.Config:
         proxy_headers=False,
     )
     config.load()
-    config.http_protocol_class = writing_at_once(_noticing(config.http_protocol_class))
+    config.http_protocol_class = _noticing(config.http_protocol_class)
+    config.loaded_app = offering(config.loaded_app, config.http_protocol_class)
     return config
 
 

@@ -8,16 +8,17 @@ import re
 import socket
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from rollproof.case import EngineOptions, Model
 from rollproof.errors import TraceError
-from rollproof.fakes.http.asgi import Whole
-from rollproof.fakes.http.at_once import _EXTENSIONS, writing_at_once
+from rollproof.fakes.http.asgi import AT_ONCE, Whole
+from rollproof.fakes.http.at_once import offering
 from rollproof.fakes.http.backing import Backing, RoutesForm, ServeOptions
 from rollproof.fakes.http.keeping import Kept
 from rollproof.fakes.http.line import Line
@@ -103,7 +104,6 @@ def test_the_last_answer_of_a_connection_arrives_whole() -> None:
 
 def test_an_answer_has_the_same_head_however_it_is_written() -> None:
     """At once where the connection stays open, by uvicorn where it closes; two requests that come together are answered in turn."""
-    pytest.importorskip("httptools", reason="uvicorn's own parser writes every answer itself")
     text = b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}, "rid": "%d", "return_routed_experts": true}'
     asked = b"POST /generate HTTP/1.1\r\nhost: x\r\n%scontent-length: %d\r\n\r\n%s"
     with (
@@ -115,7 +115,7 @@ def test_an_answer_has_the_same_head_however_it_is_written() -> None:
         heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
     answers = re.split(rb"(?=HTTP/1\.1 200 OK\r\n)", heard)[1:]
     heads = [re.sub(rb"date: [^\r]+|content-length: \d+", b"...", answer.partition(b"\r\n\r\n")[0]) for answer in answers]
-    assert [heads[0], heads[0], heads[0] + b"\r\nconnection: close"] == heads
+    assert [heads[0], heads[0], heads[0] + b"\r\nconnection: close"] == [*heads[:2], heads[2].replace(b"Connection", b"connection")]
     for number, answer in enumerate(answers):
         length = re.search(rb"content-length: (\d+)", answer)
         assert length is not None
@@ -123,53 +123,117 @@ def test_an_answer_has_the_same_head_however_it_is_written() -> None:
         assert len(answer.partition(b"\r\n\r\n")[2]) == int(length[1])
 
 
-def test_a_connection_is_closed_where_uvicorn_looks_for_the_header_only_when_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As releases of it up to 0.46 at least do: what a cycle says of keeping the connection alive is not all."""
-    impl = pytest.importorskip("uvicorn.protocols.http.httptools_impl", reason="uvicorn's own parser writes every answer itself")
-    close = (b"connection", b"close")
+class _Wire:
+    """A transport that keeps what is written."""
 
-    class Older(impl.RequestResponseCycle):  # type: ignore[misc]
-        __signature__ = inspect.signature(impl.RequestResponseCycle)
+    def __init__(self) -> None:
+        self.written = b""
+        self.closed = False
 
-        def __init__(self, **given: Any) -> None:
-            super().__init__(**{**given, "keep_alive": True})
+    def write(self, data: bytes) -> None:
+        self.written += data
 
-        async def send(self, message: Any) -> None:
-            if not self.response_started and close in self.scope["headers"]:
-                message = {**message, "headers": [*message["headers"], close]}
-            await super().send(message)
+    def writelines(self, parts: Iterable[bytes]) -> None:
+        self.written += b"".join(parts)
 
-    monkeypatch.setattr(impl, "RequestResponseCycle", Older)
-    assert impl.HttpToolsProtocol is not writing_at_once(impl.HttpToolsProtocol)
-    text = b'{"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}'
-    with (
-        served("sglang", OPTIONS) as server,
-        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=3) as client,
-    ):
-        client.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
-        heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
-    assert b"\r\nconnection: close\r\n" in heard
-    assert heard.endswith(b"}}")
+    def close(self) -> None:
+        self.closed = True
 
+    def is_closing(self) -> bool:
+        return self.closed
 
-def test_the_send_of_a_middleware_is_left_to_it() -> None:
-    """It is a method of an object, too, but of none of uvicorn's."""
+    def get_extra_info(self, name: str) -> Any:
+        return None
 
-    class Middleware:
-        async def send(self, message: Any) -> None:
-            raise AssertionError(message)
+    def pause_reading(self) -> None:
+        """All there is was read."""
 
-    answer: Any = None
-    (written,) = _EXTENSIONS.values()
-    assert written(Middleware().send, answer) is False
+    resume_reading = pause_reading
 
 
-def test_what_is_not_known_of_uvicorn_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release whose cycles lack something, or are made otherwise, writes its answers itself; so does one whose connection is closing."""
-    impl = pytest.importorskip("uvicorn.protocols.http.httptools_impl", reason="uvicorn's own parser writes every answer itself")
-    protocol, known = impl.HttpToolsProtocol, impl.RequestResponseCycle
-    offering = writing_at_once(protocol)
-    assert protocol is not offering
+def _protocol(name: str) -> Any:
+    """The protocol of uvicorn over h11, which is always there, or over httptools."""
+    found = pytest.importorskip(f"uvicorn.protocols.http.{name}_impl", reason=f"uvicorn works over {name} where that is installed")
+    return found.H11Protocol if name == "h11" else found.HttpToolsProtocol
+
+
+async def _heard(protocol: Any, app: Any, *asked: bytes) -> _Wire:
+    """What a connection that sends ``asked``, one after the other, is answered."""
+    config = uvicorn.Config(app, http=protocol, interface="asgi3", lifespan="off", log_config=None, access_log=False)
+    config.load()
+    wire = _Wire()
+    connection = protocol(config=config, server_state=ServerState(), app_state={})
+    connection.connection_made(wire)
+    for text in asked:
+        if not wire.closed:
+            connection.data_received(text)
+        for _ in range(9):
+            await asyncio.sleep(0)
+    connection.connection_lost(None)
+    return wire
+
+
+_ANSWER = Whole(b'{"a":', b"1", b"}")
+_PROTOCOLS = pytest.mark.parametrize("name", ["h11", "httptools"])
+
+
+def _app(taken: list[bool]) -> Any:
+    """Answers every request, at once where that is offered and taken, which is told."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        offer = (scope.get("extensions") or {}).get(AT_ONCE)
+        taken.append(offer is not None and offer(send, _ANSWER))
+        if not taken[-1]:
+            await send({"type": "http.response.start", "status": 200, "headers": _ANSWER.raw_headers})
+            await send({"type": "http.response.body", "body": _ANSWER.body})
+
+    return app
+
+
+@_PROTOCOLS
+@pytest.mark.parametrize(
+    ("head", "at_once"),
+    [
+        (b"", True),
+        (b"connection: keep-alive\r\n", True),
+        (b"connection: Keep-Alive\r\n", True),
+        (b"connection: close\r\n", False),
+        (b"connection: Close\r\n", False),
+        (b"connection: keep-alive, close\r\n", False),
+    ],
+)
+def test_what_is_written_at_once_is_what_uvicorn_writes(name: str, head: bytes, at_once: bool) -> None:
+    """Byte for byte, for one request after the other and for both together; where the connection is to be closed uvicorn writes itself."""
+    protocol = _protocol(name)
+    ask = b"POST /generate HTTP/1.1\r\nhost: x\r\n%scontent-length: 2\r\n\r\n{}" % head
+    for asked in ([ask], [ask, ask], [ask + ask]):
+        taken: list[bool] = []
+        ours = asyncio.run(_heard(protocol, offering(_app(taken), protocol), *asked))
+        theirs = asyncio.run(_heard(protocol, _app([]), *asked))
+        assert set(taken) == {at_once}
+        assert (theirs.written, theirs.closed) == (ours.written, ours.closed)
+        assert ours.written.count(b"HTTP/1.1 200 OK\r\n") == len(taken)
+
+
+@_PROTOCOLS
+def test_the_client_of_an_older_http_is_left_to_uvicorn(name: str) -> None:
+    """Whose connection ends with its answer."""
+    protocol, taken = _protocol(name), list[bool]()
+    ask = b"POST /generate HTTP/1.0\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+    ours = asyncio.run(_heard(protocol, offering(_app(taken), protocol), ask))
+    theirs = asyncio.run(_heard(protocol, _app([]), ask))
+    assert [False] == taken
+    assert (theirs.written, theirs.closed) == (ours.written, ours.closed)
+
+
+@_PROTOCOLS
+def test_what_is_not_known_of_uvicorn_is_left_to_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release whose cycles lack something, or are made otherwise, writes its answers itself; so does a middleware with a ``send``."""
+    protocol = _protocol(name)
+    impl: Any = inspect.getmodule(protocol)
+    known: Any = impl.RequestResponseCycle
+    app, offers = _app([]), list[Any]()
 
     class Without(known):  # type: ignore[misc]
         __signature__ = inspect.signature(known)
@@ -178,23 +242,43 @@ def test_what_is_not_known_of_uvicorn_is_left_to_it(monkeypatch: pytest.MonkeyPa
             super().__init__(**given)
             del self.waiting_for_100_continue
 
+    async def looking(scope: Any, receive: Any, send: Any) -> None:
+        offers.append(scope["extensions"][AT_ONCE])
+
+    class Middleware:
+        async def send(self, message: Any) -> None:
+            raise AssertionError(message)
+
+    asyncio.run(cast("Any", offering(looking, protocol))({}, None, None))
+    assert offers[0](Middleware().send, _ANSWER) is False
+    assert offering(app, protocol) is not app
+    assert offering(app, object) is app
     for unknown in (Without, lambda *, flow: flow.missing, 7, None):
         monkeypatch.setattr(impl, "RequestResponseCycle", unknown)
-        assert protocol is writing_at_once(protocol)
+        assert offering(app, protocol) is app
 
-    class Closing:
-        written: ClassVar[list[bytes]] = []
-        writelines = written.extend
 
-        def is_closing(self) -> bool:
-            return True
+@_PROTOCOLS
+@pytest.mark.parametrize("what", ["disconnected", "response_started", "access_log", "write_paused", "closing"])
+def test_a_connection_on_which_that_will_not_do_is_left_to_uvicorn(name: str, what: str) -> None:
+    """It is lost, its answer has begun, the access is to be logged, its client does not read, or it is closing."""
+    protocol, said = _protocol(name), list[bool]()
 
-    given = dict.fromkeys(inspect.signature(known).parameters)
-    flow = SimpleNamespace(write_paused=False)
-    cycle = known(**{**given, "scope": {"headers": []}, "keep_alive": True, "flow": flow, "transport": Closing()})
-    at_once = next(iter(_EXTENSIONS.values()))
-    assert not at_once(cycle.send, Whole(b"{}"))
-    assert [] == Closing.written
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        cycle = send.__self__
+        if what == "write_paused":
+            cycle.flow.pause_writing()
+        elif what == "closing":
+            cycle.transport.close()
+        else:
+            setattr(cycle, what, True)
+        said.append(scope["extensions"][AT_ONCE](send, _ANSWER))
+        cycle.disconnected = True
+
+    ask = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+    wire = asyncio.run(_heard(protocol, offering(app, protocol), ask))
+    assert ([False], b"") == (said, wire.written)
 
 
 @pytest.mark.parametrize("form", [None, RoutesForm.COMPACT])
