@@ -198,8 +198,15 @@ def missing_dependency(name: str, version: str, error: ImportError, release: Rel
         return StackError(
             f"{name} {version} is {_there(release)}, but not whole: its module {module} is not there, or lacks a name: {error}."
         )
-    gap = f"the package {module!r} that it needs is missing" if module else f"importing it fails: {error}"
-    return StackError(f"{name} {version} is {_there(release)}, but {gap}. Run:\n  {release.install(version)}")
+    own = module.partition(".")[0] in (name.replace("-", "_"), release.distribution)
+    there = f"{name} {version} is {_there(release)}, but"
+    if isinstance(error, ModuleNotFoundError) and module and not own:
+        return StackError(f"{there} the package {module!r} that it needs is missing. Run:\n  {release.install(version)}")
+    failed = f"{there} importing it fails: {error}."
+    if release.repository is None and version not in release.versions:  # no other packages would mend what has moved in it
+        known = ", ".join(release.versions)
+        return StackError(f"{failed} The adapters know {known}, and --force drives it as the newest of them. Run:\n  {release.install()}")
+    return StackError(f"{failed} Run:\n  {release.install(version)}")
 
 
 def attributes(module: str, *names: str) -> tuple[Any, ...]:

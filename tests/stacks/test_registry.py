@@ -81,6 +81,18 @@ def test_a_missing_dependency_names_the_package() -> None:
     assert "verl 0.9.1 is installed, but the package 'orjson' that it needs is missing. Run:\n" in str(error)
 
 
+def test_a_name_that_is_not_there_is_no_missing_package() -> None:
+    """Packages of other versions mend it for a known release; for one that was forced nothing does but a known one."""
+    words = "cannot import name 'Strategy' from 'ray.util'"
+    moved = ImportError(words, name="ray.util")
+    told = str(stacks.missing_dependency("verl", "0.9.1", moved, RELEASE))
+    assert f"verl 0.9.1 is installed, but importing it fails: {words}. Run:\n" in told
+    for error in (moved, ModuleNotFoundError("No module named 'verl.workers.rollout'", name="verl.workers.rollout")):
+        told = str(stacks.missing_dependency("verl", "0.10.0", error, RELEASE))
+        assert f"but importing it fails: {error}. The adapters know 0.8.0, 0.9.0, 0.9.1, and --force drives it as the newest" in told
+        assert told.endswith("verl==0.9.1")
+
+
 @pytest.mark.parametrize("name", list(STACKS))
 def test_every_stack_pins_its_dependencies(name: str) -> None:
     """The shipped list exists, pins every line, and leaves the framework itself to the second command."""
