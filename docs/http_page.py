@@ -104,11 +104,15 @@ def _judged() -> Iterator[str]:
     yield "[served_client.py](example/served_client.py) resumes by sending prompt and tokens again, asks again where a reply broke off, and"
     yield "tells the server of its request and sample; [served_contract.toml](example/served_contract.toml) is what it promises.\n"
     yield """```console
-$ rollproof serve --as sglang --port 30000 --contract served_contract.toml --fault-plan served_plan.toml --trace served.arrow
-$ python served_client.py        # in another terminal; then end the server with Ctrl-C
+$ python served_client.py        # in another terminal, while the server below runs
 r1: 2 tokens, abort
 r1: IncompleteRead, asked again
 r1: 6 tokens, length
+$ rollproof serve --as sglang --port 30000 --contract served_contract.toml --fault-plan served_plan.toml --trace served.arrow
+sglang on http://127.0.0.1:30000
+^C
+fault 1 (truncate): befell 1 of 3 requests to /generate with the id 'r1'
+action 1 (abort of 'r1' at 2 tokens): happened
 $ rollproof check served.arrow
   ...
   exercised

@@ -19,7 +19,8 @@ from __future__ import annotations
 import json
 import random
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
@@ -29,7 +30,7 @@ from typing import Any, Self
 from rollproof.case import Action, ActionKind, Trigger
 from rollproof.errors import UsageError
 
-__all__ = ["ENGINE_ACTIONS", "FaultPlan", "Faults", "WireFault", "WireFaultKind"]
+__all__ = ["ENGINE_ACTIONS", "FaultPlan", "Faults", "WireFault", "WireFaultKind", "happened"]
 
 
 class WireFaultKind(StrEnum):
@@ -164,6 +165,10 @@ class Faults:
                 self.told(fault, path)
         return found
 
+    def count(self, number: int) -> tuple[int, int]:
+        """How many requests the fault befell so far, and how many there were that it could have."""
+        return self._done.get(number, 0), self._seen.get(number, 0)
+
     def _befalls(self, number: int, fault: WireFault) -> bool:
         if fault.nth:
             return self._seen[number] in fault.nth
@@ -171,6 +176,23 @@ class Faults:
             draw = self._draws.setdefault(number, random.Random(f"{self.plan.seed}/{number}"))
             return draw.random() < fault.probability
         return True
+
+
+def happened(plan: FaultPlan, carried: Iterable[Faults | None], waiting: Iterable[Action]) -> Iterator[str]:
+    """A line for each fault and action: how often it happened on all servers. ``waiting`` are the actions that did not."""
+    servers = [faults for faults in carried if faults is not None]
+    for number, fault in enumerate(plan.faults):
+        counts = [faults.count(number) for faults in servers]
+        befell, fitted = sum(one for one, _ in counts), sum(one for _, one in counts)
+        place = "" if fault.path == "*" else f" to {fault.path}"
+        whose = "" if fault.request_id is None else f" with the id {fault.request_id!r}"
+        yield f"fault {number + 1} ({fault.do}): befell {befell} of {fitted} requests{place}{whose}"
+    happened_of = Counter(plan.actions) - Counter(waiting)
+    for number, action in enumerate(plan.actions):
+        when = action.when
+        word = "happened" if happened_of[action] > 0 else f"did not happen: {when.request!r} did not come so far"
+        happened_of[action] -= 1  # of two alike the first
+        yield f"action {number + 1} ({action.do} of {when.request!r} at {when.tokens} tokens): {word}"
 
 
 def _ids(body: bytes) -> tuple[str, ...]:

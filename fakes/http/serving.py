@@ -19,7 +19,7 @@ from rollproof.errors import UsageError
 from rollproof.fakes.http.asgi import Face
 from rollproof.fakes.http.at_once import offering
 from rollproof.fakes.http.backing import Backing, ServeOptions
-from rollproof.fakes.http.fault_plan import FaultPlan
+from rollproof.fakes.http.fault_plan import FaultPlan, happened
 from rollproof.fakes.http.keeping import Kept
 from rollproof.fakes.http.router import Router, RouterKind
 from rollproof.fakes.http.sglang import sglang_app
@@ -110,15 +110,16 @@ def serve_forever(
     access_log: bool = True,
     plan: FaultPlan | None = None,
     kind: RouterKind = RouterKind.GATEWAY,
-) -> None:
+) -> list[str]:
     """Serve until SIGINT or SIGTERM; requests in flight are given a moment to end. Of several sockets the first is the router's.
 
-    Sinks that can flush do so every second. One that fails ends the server, and what it raised is raised here.
+    Sinks that can flush do so every second. One that fails ends the server, and what it raised is raised here. Returns what became of
+    the ``plan``, a line for each fault and action.
     """
     make, _ = _face(face)
     sockets = listening[1:] or listening
 
-    async def run() -> None:
+    async def run() -> list[str]:
         stopping: list[Callable[[], None]] = []
         kept = [Kept(sink, lambda: stopping[0]()) for sink in sinks]
         backings = _together(options, len(sockets), kept, keep=False, plan=plan)
@@ -142,10 +143,12 @@ def serve_forever(
         await asyncio.gather(*(server.serve(sockets=[sock]) for server, sock in servers))
         for one in kept:
             one.end()
+        waiting = () if backings[0].hooks is None else backings[0].hooks.waiting
+        return [] if plan is None else list(happened(plan, (backing.faults for backing in backings), waiting))
 
     _keep_memory()
     with _rare_collections(), asyncio.Runner(loop_factory=_fast_loop()) as runner:
-        runner.run(run())
+        return runner.run(run())
 
 
 class _Server(uvicorn.Server):

@@ -94,7 +94,7 @@ def serve(
         for number, sock in enumerate(listening):
             what = f"{face}" if workers == 1 else "router" if not number else f"{face} s{number - 1}"
             typer.echo(f"{what} on http://127.0.0.1:{sock.getsockname()[1]}", err=True)
-        serve_forever(
+        done = serve_forever(
             face,
             options,
             listening,
@@ -103,6 +103,8 @@ def serve(
             plan=plan,
             kind=RouterKind(router or "gateway"),
         )
+    for line in done:
+        typer.echo(line, err=True)
     return ExitCode.PASS
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from rollproof.case import ActionKind
 from rollproof.errors import UsageError
-from rollproof.fakes.http.fault_plan import FaultPlan, Faults, WireFault, WireFaultKind
+from rollproof.fakes.http.fault_plan import FaultPlan, Faults, WireFault, WireFaultKind, happened
 from rollproof.trace import Fault, Reply
 from tests.http.served import served
 
@@ -100,6 +100,27 @@ def test_a_fault_befalls_whom_it_names() -> None:
     first, again, other = (befallen(one, mixed) for one in drawn)
     assert first == again != other
     assert 0 < len(first) < 40
+
+
+def test_what_became_of_a_plan_is_told() -> None:
+    """Of all servers together: a fault that nothing fitted and an action that never came are told apart from those that happened."""
+    whole = FaultPlan.from_dict(
+        {
+            "faults": [{"do": "reset", "path": "/generate", "nth": [2]}, {"do": "slow", "request_id": "nobody"}],
+            "actions": [{"do": "abort", "when": {"request": name, "tokens": 2}} for name in ("r1", "r1", "r2")],
+        }
+    )
+    servers = [Faults(whole, lambda _fault, _path: None) for _ in range(2)]
+    for server in servers:
+        for _ in range(3):
+            server.due("/generate", b"{}")
+    assert [
+        "fault 1 (reset): befell 2 of 6 requests to /generate",
+        "fault 2 (slow): befell 0 of 0 requests with the id 'nobody'",
+        "action 1 (abort of 'r1' at 2 tokens): happened",
+        "action 2 (abort of 'r1' at 2 tokens): did not happen: 'r1' did not come so far",
+        "action 3 (abort of 'r2' at 2 tokens): happened",
+    ] == list(happened(whole, [*servers, None], whole.actions[:1]))
 
 
 @pytest.mark.parametrize(

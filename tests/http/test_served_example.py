@@ -20,17 +20,19 @@ PAGE = (DOCS / "http.md").read_text(encoding="utf-8")
 
 
 def served(folder: Path, client: Path, capsys: pytest.CaptureFixture[str]) -> Mapping[str, str | int]:
-    """What the client said, and what `check` says of the trace, with its exit code."""
+    """What the client said, the server at its end, and `check` of the trace, with its exit code."""
     trace = folder / "served.arrow"
     plan, contract = str(EXAMPLE / "served_plan.toml"), str(EXAMPLE / "served_contract.toml")
     with started("--contract", contract, "--fault-plan", plan, "--trace", str(trace)) as (process, url):
         said = subprocess.run([sys.executable, str(client), url], capture_output=True, text=True, timeout=60, check=False)
         process.send_signal(signal.SIGINT)
         assert 0 == process.wait(30)
+        assert process.stderr is not None
+        end = process.stderr.read()
     assert "" == said.stderr
     capsys.readouterr()
     code = run(["check", str(trace)])
-    return {"client": said.stdout, "check": capsys.readouterr().out, "code": code}
+    return {"client": said.stdout, "end": end, "check": capsys.readouterr().out, "code": code}
 
 
 def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +40,7 @@ def test_the_plan_aborts_and_cuts_off_a_client_that_survives_both(tmp_path: Path
     told = served(tmp_path, EXAMPLE / "served_client.py", capsys)
     assert 2 == told["code"]
     assert str(told["client"]) in PAGE
+    assert f"^C\n{told['end']}$" in PAGE
     check = str(told["check"])
     assert " 0 fail, " in check
     exercised = check[check.index("  exercised\n") : check.index("checks: ")].rpartition("\n")[0]
