@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -56,6 +57,8 @@ class Wire:
 
 AT_HAND = Wire()
 """Nothing lies between: a call within the program."""
+_NONE: frozenset[int] = frozenset()
+_fits = lru_cache(maxsize=64)(np.can_cast)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +164,8 @@ def replies_to(calls: Sequence[EngineCall], policy: CodedPolicy, flavour: Flavou
     held = [rows[i][-1].stop if rows[i] else 0 for i in routed]
     hashes = hashes_of_many([call.ids for call in calls])
     logprobs = policy.logprobs_many(
-        [(_versions(tokens[i]), calls[i].ids, calls[i].prompt_len, len(calls[i].ids)) for i in scored], [hashes[i] for i in scored]
+        [(_versions(tokens[i], calls[i].prompt_len), calls[i].ids, calls[i].prompt_len, len(calls[i].ids)) for i in scored],
+        [hashes[i] for i in scored],
     )
     routes = policy.routes_many(
         [(_versions(rows[i]), calls[i].ids, min(calls[i].routes_start, stop), stop) for i, stop in zip(routed, held, strict=True)],
@@ -201,19 +205,18 @@ def _reply(
     return Reply(
         call_id=call.call_id,
         output=output,
-        true_tokens=_from_zero(as_spans(keys, start, stop), start),
+        true_tokens=as_spans(keys, 0, stop - start),
         true_rows=as_spans(rows, 0, stop),
     )
 
 
 def _token_keys(call: EngineCall) -> list[KeySpan]:
-    """The keys of the sampled tokens, over absolute positions."""
-    start = call.prompt_len
-    return [KeySpan(start + low, start + high, key, frozenset()) for low, high, key in _stretches(call.keys, call.sampled)]
+    """The keys of the sampled tokens, the first of which is at 0."""
+    return [KeySpan(low, high, key, _NONE) for low, high, key in _stretches(call.keys, call.sampled)]
 
 
-def _versions(keys: list[KeySpan]) -> list[VersionSpan]:
-    return [(one.start, one.stop, one.key) for one in keys]
+def _versions(keys: list[KeySpan], start: int = 0) -> list[VersionSpan]:
+    return [(start + one.start, start + one.stop, one.key) for one in keys]
 
 
 def _is_bare(call: EngineCall, flavour: Flavour) -> bool:
@@ -232,7 +235,7 @@ def _shown_routes(call: EngineCall, routes: IntArray, policy: CodedPolicy, flavo
     if flavour.layer_axis is LayerAxis.MOE:
         routes = routes[:, list(policy.moe_layers)]
     kind = flavour.dtype(policy.num_experts)
-    if call.wire.narrow and flavour.rows is not Rows.ALL and np.can_cast(routes.dtype, kind):
+    if call.wire.narrow and flavour.rows is not Rows.ALL and _fits(routes.dtype, kind):
         routes = narrow(routes, kind)
     else:
         routes = np.ascontiguousarray(routes, dtype=kind)
@@ -310,10 +313,6 @@ def _joined(stretches: list[tuple[int, int, Version]]) -> list[tuple[int, int, V
         else:
             out.append((low, high, value))
     return out
-
-
-def _from_zero(spans: tuple[Span, ...], start: int) -> tuple[Span, ...]:
-    return tuple(Span(start=span.start - start, end=span.end - start, version=span.version) for span in spans)
 
 
 def _shown_version(flavour: Flavour, labels: tuple[Span, ...], admitted: Version, now: Version) -> Version:
