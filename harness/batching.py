@@ -106,7 +106,7 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     watchdog = Watchdog(lambda: 0, limit())
     try:
         with watchdog:
-            batch = _settled(subject.collate(given))
+            batch = watchdog.through(lambda: _settled(subject.collate(given)))
     except RollproofError:
         raise
     except GivenUp:
@@ -114,9 +114,12 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     except Exception as error:  # noqa: BLE001 - a refusal is an outcome
         return replace(event, refused=told(error), changed=_changed(case.samples, given))
     try:
-        rows = _settled(subject.rows(batch))
+        with (watching := Watchdog(lambda: 0, limit())):
+            rows = watching.through(lambda: _settled(subject.rows(batch)))
     except RollproofError:
         raise
+    except GivenUp:
+        raise SubjectError(f"{label}.rows never ended on the batch of {case.name!r}: {watching.told}.") from None
     except Exception as error:  # the adapter is the user's own code: tell which method failed on what
         raise SubjectError(f"{label}.rows raised {told(error)} on the batch of {case.name!r}.") from error
     if not isinstance(rows, list | tuple) or not all(isinstance(row, BatchRow) for row in rows):

@@ -15,7 +15,7 @@ import math
 import socket
 import threading
 from asyncio import base_events
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from heapq import heappop
@@ -223,30 +223,49 @@ for _advice, _names in _REFUSED.items():
         setattr(VirtualLoop, _name, _refusing(_name, _advice))
 
 
+_INSIDE: Counter[int] = Counter()
+"""How often each thread is inside."""
+_PATCHED: list[tuple[type, str, Any]] = []
+"""What is replaced while any thread is inside: whose, by which name, and what stood there (``None``: a base class's)."""
+_PATCHING = threading.Lock()
+
+
 @contextmanager
 def guarded() -> Iterator[None]:
-    """While inside, starting a Python thread or connecting a socket raises ``SubjectError`` with advice."""
-
-    def no_thread(_self: threading.Thread, *_args: Any, **_kwargs: Any) -> None:
-        raise SubjectError(_THREAD_ADVICE)
-
-    def no_socket(name: str) -> Callable[..., None]:
-        def refuse(_self: socket.socket, *_args: Any, **_kwargs: Any) -> None:
-            raise SubjectError(_SOCKET_ADVICE.format(what=f"socket.{name}"))
-
-        return refuse
-
-    start = threading.Thread.start
-    names = ("connect", "connect_ex", "bind")
-    threading.Thread.start = no_thread  # type: ignore[method-assign, assignment]
-    for name in names:
-        setattr(socket.socket, name, no_socket(name))
+    """While inside, starting a Python thread or connecting a socket raises ``SubjectError`` with advice; other threads do as they like."""
+    own = threading.get_ident()
+    with _PATCHING:
+        if not _INSIDE:
+            _guard(threading.Thread, "start", _THREAD_ADVICE)
+            for name in ("connect", "connect_ex", "bind"):
+                _guard(socket.socket, name, _SOCKET_ADVICE.format(what=f"socket.{name}"))
+        _INSIDE[own] += 1
     try:
         yield
     finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
-        for name in names:
-            delattr(socket.socket, name)  # the C method of the base class shows through again
+        with _PATCHING:
+            _INSIDE[own] -= 1
+            if not _INSIDE[own]:
+                del _INSIDE[own]
+            while _PATCHED and not _INSIDE:
+                owner, name, before = _PATCHED.pop()
+                if before is not None:
+                    setattr(owner, name, before)
+                elif name in vars(owner):
+                    delattr(owner, name)  # the C method of the base class shows through again
+
+
+def _guard(owner: type, name: str, advice: str) -> None:
+    """Let ``owner.name`` raise ``SubjectError`` in threads that are inside."""
+    real = getattr(owner, name)
+
+    def guard(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() in _INSIDE:
+            raise SubjectError(advice)
+        return real(self, *args, **kwargs)
+
+    _PATCHED.append((owner, name, vars(owner).get(name)))
+    setattr(owner, name, guard)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None, *, seconds: float = 0.0) -> _T:
@@ -264,11 +283,12 @@ def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None, *
         raise SubjectError("rollproof brings its own event loop: call it from sync code, not from inside a running loop.")
     loop = VirtualLoop(jumps)
     task = loop.create_task(main())
-    with Watchdog(lambda: loop.turns, seconds) as loop.watchdog:
+    early: str | None = None
+    with Watchdog(lambda: loop.turns, seconds, VirtualLoop._run_once.__code__) as loop.watchdog:
         try:
             asyncio.set_event_loop(loop)
             with guarded():
-                return loop.run_until_complete(task)
+                result = loop.run_until_complete(task)
         except GivenUp:
             if loop.watchdog.told is None:  # whoever called this was given up
                 raise
@@ -278,11 +298,15 @@ def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None, *
                 raise
             raise SubjectError(_STOP_ADVICE) from error
         finally:
+            early = loop.watchdog.told
             _cancel_all(loop)
             if task.done() and not task.cancelled():
                 task.exception()  # known by now, also where the loop ended before
             asyncio.set_event_loop(None)
             loop.close()
+    if loop.watchdog.told is not None and early is None:  # of a task that was left over
+        raise Stuck(loop.watchdog.told)
+    return result
 
 
 def _cancel_all(loop: VirtualLoop) -> None:

@@ -98,7 +98,7 @@ class Matrix:
         except ValueError as error:
             raise ExpectationError(f"The matrix of {stack} is not TOML: {error}.") from error
         problems = [f"unknown key {key!r}" for key in sorted(set(data) - {"pinned", "entry"})]
-        pinned = data.get("pinned")
+        pinned: Any = data.get("pinned")
         if _names_nothing(pinned):
             problems.append(f"pinned must list at least one release, as {_TEXTS_ONCE}")
         tables = data.get("entry", [])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -128,6 +131,133 @@ def test_a_loop_that_handles_every_exception_is_told_on_standard_error(capsys: p
     assert "It cannot be ended from outside: end this process." in capsys.readouterr().err
 
 
+def test_what_is_not_in_the_step_is_not_interrupted() -> None:
+    """A step that ends while it is given up: nothing is raised where the run is put away, nor told."""
+    with watchdog.Watchdog(lambda: 0, 1.0) as dog:
+        dog._give_up(1.0, 1.0)
+        assert dog.told is None
+        with pytest.raises(watchdog.GivenUp):
+            dog.through(lambda: [dog._give_up(1.0, 1.0) for _ in range(2)])
+
+
+def test_a_step_that_waits_in_c_is_told_soon(capsys: pytest.CaptureFixture[str]) -> None:
+    """It cannot be interrupted; that is said some ticks after it was given up, not after three times the time that it was given."""
+
+    class Waiting(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire(timeout=2.8)
+            return await super().rollout(request)
+
+    assert "a step did not end" in (result_of(run_case(Waiting, CASE)).error or "")
+    assert "It cannot be ended from outside: end this process." in capsys.readouterr().err
+
+
+def test_a_standard_error_that_is_closed_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread lives on where it cannot say what it has to say: the step is ended, and that of the next case, too."""
+
+    class Stubborn(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            for _ in range(4):
+                turns = 0
+                with contextlib.suppress(BaseException):
+                    while True:
+                        turns += 1
+            return await super().rollout(request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", None)
+        assert "a step did not end" in (result_of(run_case(Stubborn, CASE)).error or "")
+    assert "a step did not end" in (result_of(run_case(Busy, CASE)).error or "")
+
+
+def test_a_task_that_is_left_over_and_never_ends_is_told() -> None:
+    """Each case would take minutes, and nobody would know why."""
+
+    class Lingering(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            async def linger() -> None:
+                try:
+                    await asyncio.sleep(1e6)
+                finally:
+                    while True:
+                        pass
+
+            self.task = asyncio.ensure_future(linger())
+            await asyncio.sleep(0)
+            return await super().rollout(request)
+
+    with pytest.raises(SubjectError, match=r"when its rollouts had ended: a step did not end .* at linger .test_watchdog.py:"):
+        run_case(Lingering, CASE)
+
+
+def test_no_time_passes_in_a_debugger() -> None:
+    """Whoever looks around at a breakpoint is not thrown out of it."""
+    code = "def interaction(end, clock):\n    while clock() < end:\n        pass\n"
+    debugger: dict[str, Any] = {"__name__": "pdb"}
+    exec(compile(code, "pdb.py", "exec"), debugger)  # noqa: S102 - a stand-in for a module
+
+    class Debugged(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            debugger["interaction"](time.monotonic() + 1.2, time.monotonic)
+            return await super().rollout(request)
+
+    assert result_of(run_case(Debugged, CASE)).error is None
+
+
+def test_runs_in_several_threads_leave_each_other_alone() -> None:
+    """One that is stuck is ended, others go on; threads that run no case may start threads, meanwhile and afterwards."""
+    told: dict[str, str | None] = {}
+
+    def run(name: str, subject: type) -> None:
+        told[name] = result_of(run_case(subject, CASE)).error
+
+    class Slow(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            time.sleep(0.2)  # noqa: ASYNC251 - so that the runs overlap
+            return await super().rollout(request)
+
+    start, connect = threading.Thread.start, socket.socket.connect
+    threads = [threading.Thread(target=run, args=args) for args in (("slow", Slow), ("stuck", Busy), ("slower", Slow))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+
+    assert (None, None) == (told["slow"], told["slower"])
+    assert "a step did not end" in (told["stuck"] or "")
+    assert (start, connect) == (threading.Thread.start, socket.socket.connect)
+
+
+def test_a_fork_after_a_run_is_one_of_a_single_thread() -> None:
+    """From Python 3.12 on, Python warns whoever forks a process of several: the thread that watches ends before."""
+    code = """
+        import os, warnings
+        from rollproof.runner import run_case
+        from rollproof.fakes.managers import AsSampled
+        from tests.support.running import CASE, result_of
+        result_of(run_case(AsSampled, CASE))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            child = os.fork()
+        if not child:
+            os._exit(result_of(run_case(AsSampled, CASE)).error is not None)
+        print(os.waitpid(child, 0)[1], [str(one.message) for one in told], result_of(run_case(AsSampled, CASE)).error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+    assert "0 [] None\n" == done.stdout, done.stderr
+
+
 def test_many_slow_steps_are_none_that_never_ends() -> None:
     """A slow machine, or a slow stack: the limit is that of one step, however many there are."""
 
@@ -165,6 +295,32 @@ def test_nothing_is_given_up_without_a_limit(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(watchdog.VARIABLE, wrong)
         with pytest.raises(UsageError, match="must be a number of seconds, 0 for no limit"):
             run_case(AsSampled, Case(flavour="sglang", requests=CASE.requests))
+
+
+def test_no_more_threads_mean_no_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has none left the run goes on, and a later one is watched again."""
+
+    def refuse(*_args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    while watchdog._watching.locked():
+        time.sleep(0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr("_thread.start_new_thread", refuse)
+        assert result_of(run_case(AsSampled, CASE)).error is None
+    assert "a step did not end" in (result_of(run_case(Busy, CASE)).error or "")
+
+
+def test_rows_of_a_batch_that_never_end_are_told() -> None:
+    """They are read by the adapter, whose fault it is."""
+
+    class Looping(Padder):
+        def rows(self, batch: Any) -> Any:
+            while True:
+                pass
+
+    with pytest.raises(SubjectError, match=r"rows never ended on the batch of .*: a step did not end within .* at rows"):
+        judge_batches(Looping)
 
 
 def test_a_conversion_that_never_ends_is_a_refusal_and_the_last_one() -> None:
