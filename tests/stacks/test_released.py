@@ -20,6 +20,7 @@ from rollproof.records import Request
 from rollproof.runner import run_case
 from rollproof.stacks import Stack, load_stack
 from rollproof.stacks.matrix import Matrix
+from rollproof.trace import Result, Weights
 from rollproof.ways import hold
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a framework's own warnings, and those of what it imports, are not ours to fix
@@ -47,6 +48,11 @@ BATCHES = {
     "roll": ("output-batch",),
     "prime-rl": ("micro-batches",),
 }
+NUMBERED = (
+    ("trl", "rollout-loop"), ("trl", "tool-loop"), ("slime", "partial-rollout"), ("miles", "partial-rollout"), ("miles", "single-turn"),
+    ("nemo-rl", "single-controller"), ("nemo-rl", "async-grpo"),
+)  # fmt: skip
+"""Parts of stacks that number every update themselves."""
 CHECKOUTS = {"slime": "ROLLPROOF_SLIME", "nemo-rl": "ROLLPROOF_NEMO_RL", "prime-rl": "ROLLPROOF_PRIME_RL", "roll": "ROLLPROOF_ROLL"}
 _LOADED: dict[str, Stack] = {}
 
@@ -105,3 +111,18 @@ def test_each_batch_conversion_is_judged_as_the_matrix_says(name: str, part: str
     matrix = Matrix.read(name)
     report = hold(judge_batches(stack.batches[part], name=part), matrix.ways(stack.version, part))
     assert [] == matrix.deviations(stack.version, part, Outcome.of_report(report.to_dict()))
+
+
+@pytest.mark.parametrize(("name", "part"), NUMBERED)
+def test_a_stack_that_numbers_its_updates_has_no_unlabelled_ones(name: str, part: str) -> None:
+    """An update that the schedule gives no label has the stack's own number: a sample that begins after it is tagged with that."""
+    factory: Any = loaded(name).parts[part]
+    requests = tuple(Request(request_id=f"r{i}", prompt_ids=(2 + i, 12, 13), max_tokens=6) for i in range(2))
+    update = Action(when=Trigger(request="r0", tokens=2), do=ActionKind.SYNC_UNLABELLED)
+    trace = run_case(factory, Case(flavour=factory.flavours[0], requests=requests, arrivals=(0, 40), actions=(update,), servers=1))
+
+    loads = [event for event in trace.events if isinstance(event, Weights)]
+    last = [event.rollout for event in trace.events if isinstance(event, Result)][-1]
+    assert [0, 1] == [load.label for load in loads if load.loaded]
+    assert last is not None
+    assert {1} == set(last.call_versions or {last.version if last.min_version is None else last.min_version})

@@ -29,7 +29,7 @@ __all__ = ["LoopSubject"]
 
 _ROOM = 1024
 """``max_completion_length`` for requests that state no limit, in tokens."""
-_LABEL: ContextVar[int | None] = ContextVar("rollproof_trl_label", default=None)
+_LABEL: ContextVar[int] = ContextVar("rollproof_trl_label")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class LoopSubject:
         fleet.clear_cache = True
         self._http = HttpFleet(fleet)
         self._count = SimpleNamespace(value=0)
-        self._labels: dict[int, int | None] = {0: fleet.case.first_version}
+        self._labels: dict[int, int] = {0: fleet.case.first_version}
         self._trainer = _Trainer(self)
         random.seed(fleet.case.seed)  # every call is given a seed of its own, which a trace holds
         self.contract = loop_contract(fleet, multi_turn=self._multi_turn)
@@ -77,8 +77,11 @@ class LoopSubject:
         return Answer(request=request, samples=samples) if samples else None  # a conversation without tokens is not handed over
 
     async def update_weights(self, version: int | None) -> None:
-        """``_sync_weight_merged``, which blocks its process. What it raises, it raises."""
-        _LABEL.set(version)
+        """``_sync_weight_merged``, which blocks its process. What it raises, it raises.
+
+        TRL counts its updates and has no name for them but its count: one that the schedule gives no label has a number, too.
+        """
+        _LABEL.set(self._fleet.weights_of(None) if version is None else version)
         self._trl.trainer.AsyncGRPOTrainer._sync_weight_merged(self._trainer, 0.0)
 
     def to_record(self, native: Answer) -> Rollout:
