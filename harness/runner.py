@@ -179,7 +179,8 @@ class _Run:
         why = str(stall)
         if not self.started:
             raise SubjectError(f"{self.name}: `start` never ended: {why}.")
-        if isinstance(stall, clock.Stuck) and not self.pending:
+        told = any(isinstance(event, Result) and event.hung and event.error == why for event in self.recorder.events)
+        if isinstance(stall, clock.Stuck) and not self.pending and not told:
             raise SubjectError(f"{self.name}, when its rollouts had ended: {why}.")
         self.fleet.raise_error()  # it may be why nothing goes on
         submitted = {event.request.request_id for event in self.recorder.events if isinstance(event, Submit)}
@@ -229,11 +230,21 @@ class _Run:
 
     def _end(self, request: Request, *, watch: Watch, rollout: Rollout | None = None, error: str | None = None, native: Any = None) -> None:
         self.pending.pop(request.request_id, None)
+        why = self._given_up()
+        if why is not None:  # it handled the exception that ended its step: what it did then is no outcome of its own
+            self.recorder.record(Result(request_id=request.request_id, hung=True, error=why))
+            return
         event = self.recorder.record(
             Result(request_id=request.request_id, rollout=rollout, error=error, caller_changed=watch.changed()),
         )
         if rollout is not None:
             self.ended.append(_Ended(event.index, native, rollout))
+
+    @staticmethod
+    def _given_up() -> str | None:
+        """Why a step of this run was given up; ``None`` where none was."""
+        loop = asyncio.get_running_loop()
+        return loop.watchdog.told if isinstance(loop, clock.VirtualLoop) and loop.watchdog is not None else None
 
     async def _record_of(self, native: Any, request: Request) -> Rollout:
         where = f"{self.name}.to_record"

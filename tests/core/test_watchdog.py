@@ -25,6 +25,7 @@ from rollproof.errors import SubjectError, UsageError
 from rollproof.fakes.managers import AsSampled
 from rollproof.records import Request, Rollout
 from rollproof.runner import run_case
+from rollproof.trace import Result
 from tests.support.batches import Padder
 from tests.support.running import CASE, result_of
 
@@ -129,6 +130,31 @@ def test_a_loop_that_handles_every_exception_is_told_on_standard_error(capsys: p
     result_of(run_case(Stubborn, CASE))
 
     assert "It cannot be ended from outside: end this process." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("handles", ["raises", "returns", "is cancelled"])
+def test_a_rollout_that_handles_its_end_hangs_all_the_same(handles: str) -> None:
+    """What it does then is no outcome of its own: the request hung, and other cases are run."""
+
+    async def spin() -> None:
+        turns = 0
+        while True:
+            turns += 1
+
+    class Handling(AsSampled):
+        async def rollout(self, request: Request) -> Rollout | None:
+            try:
+                await (asyncio.gather(spin(), asyncio.sleep(1)) if handles == "is cancelled" else spin())
+            except BaseException as error:
+                if handles == "raises":
+                    raise ValueError("mine") from error
+            return await super().rollout(request)
+
+    trace = run_case(Handling, CASE)
+
+    assert (result_of(trace).error or "").startswith("a step did not end within ")
+    assert result_of(trace).hung
+    assert 1 == sum(isinstance(event, Result) for event in trace)
 
 
 def test_what_is_not_in_the_step_is_not_interrupted() -> None:
