@@ -6,6 +6,7 @@ weights explain; they are coded under ``mixed_key`` of v and the weights that to
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -116,7 +117,7 @@ class PrefixCache:
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._capacity = capacity
-        self._known: dict[tuple[Hashable, int], tuple[int, Version, frozenset[int]]] = {}
+        self._known: OrderedDict[tuple[Hashable, int], tuple[int, Version, frozenset[int]]] = OrderedDict()
         self._nodes = 0
 
     def __len__(self) -> int:
@@ -149,7 +150,7 @@ class PrefixCache:
                     entry = self._known[edge] = (self._nodes, span.key, span.weights)
                 node = entry[0]
         while len(self._known) > self._capacity:
-            del self._known[next(iter(self._known))]
+            self._known.popitem(last=False)  # a plain dict looks for its first entry past all that were taken off before
 
     def clear(self) -> None:
         """Forget everything."""

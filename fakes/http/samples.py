@@ -40,7 +40,7 @@ class Samples:
         self._recorder = recorder
         self._owners = Owners()
         self._ended: set[str] = set()
-        self._cut: OrderedDict[tuple[int, ...], str] = OrderedDict()
+        self._cut: OrderedDict[tuple[int, int], str] = OrderedDict()
         self._asked: dict[str, tuple[int, str]] = {}
         self._count = 0
 
@@ -75,7 +75,7 @@ class Samples:
         number, request_id = self._asked.pop(rid, (0, rid))
         self._owners.answered(number, () if output is None else output.token_ids)
         if output is not None and output.finish_reason is FinishReason.ABORT and output.token_ids:
-            self._cut[(*prompt_ids, *output.token_ids)] = request_id
+            self._cut[_mark((*prompt_ids, *output.token_ids))] = request_id
             if len(self._cut) > _REMEMBERED:
                 self._cut.popitem(last=False)
 
@@ -92,7 +92,12 @@ class Samples:
                 found = ()
             if len(found) == 1:
                 return found[0]
-        return self._cut.pop(prompt_ids, rid)
+        return self._cut.pop(_mark(prompt_ids), rid) if self._cut else rid
+
+
+def _mark(ids: tuple[int, ...]) -> tuple[int, int]:
+    """What a sequence is known by again: thousands that may have thousands of tokens are too much to keep."""
+    return len(ids), hash(ids)
 
 
 class Attributing(Schedule):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rollproof.fakes.coded import mixed_key
@@ -87,6 +89,18 @@ def test_cache_tells_equal_tokens_after_different_prefixes_apart() -> None:
     cache.store([1, 7], [KeySpan(0, 2, 0, A)])
     cache.store([2, 7], [KeySpan(0, 2, 1, B)])
     assert cache.find([2, 7], 2) == [KeySpan(0, 2, 1, B)]
+
+
+def test_a_full_cache_takes_hardly_longer_than_one_that_fills() -> None:
+    """What makes room looks for the oldest at once, however many went before."""
+    cache, taken = PrefixCache(capacity=1 << 15), []
+    for first in range(0, 4 << 15, 1 << 15):
+        begun = time.process_time()
+        for sequence in range(first, first + (1 << 15), 64):
+            cache.store([sequence] * 64, [KeySpan(0, 64, 0, A)])
+        taken.append(time.process_time() - begun)
+
+    assert max(taken[1:]) < 8 * taken[0]
 
 
 def test_cache_is_bounded_and_never_wrong() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,10 @@ from rollproof.case import EngineOptions
 from rollproof.fakes.calls import EngineCall
 from rollproof.fakes.http.asgi import Asked
 from rollproof.fakes.http.backing import ServeOptions
+from rollproof.fakes.http.samples import Samples
 from rollproof.fakes.http.watching import Watch
+from rollproof.records import EngineOutput, FinishReason
+from rollproof.trace import Recorder
 from tests.http.served import Served, served
 
 SLOW = EngineOptions(max_batch=8, step=0.02)
@@ -50,3 +54,20 @@ def test_a_request_leaves_no_circle_behind(server: Served, more: dict[str, Any])
         assert (left[EngineCall], left[Watch]) == (0, 0)
     finally:
         gc.enable()
+
+
+def test_what_was_cut_off_is_known_again_and_takes_little() -> None:
+    """Whoever resumes is known by the tokens, of which there may be thousands in each of thousands of sequences: none is kept."""
+    samples = Samples(Recorder(lambda: 0.0))
+    cut = EngineOutput(token_ids=(7,) * 2000, logprobs=None, routes=None, finish_reason=FinishReason.ABORT)
+    samples.answered("first", (0,), cut)
+    tracemalloc.start()
+    try:
+        for number in range(1, 300):
+            samples.answered(f"r{number}", (number,), cut)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert held < 200_000
+    assert ["r200", "other", "other"] == [samples.owner((one, *cut.token_ids), "other") for one in (200, 200, 300)]
