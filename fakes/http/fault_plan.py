@@ -270,22 +270,19 @@ def _action(number: int, item: Mapping[str, Any]) -> Action:
     if not isinstance(item["when"], dict):
         raise UsageError(f"{what}: when={item['when']!r} must be a table, such as {{ request = 'r1', tokens = 2 }}.")
     _fields_of(f"'when' of {what.lower()}", item["when"], [one.name for one in fields(Trigger)], ["request", "tokens"])
-    when = Trigger(**item["when"])
-    action = Action(**{**item, "when": when, "do": ActionKind(item["do"])})
-    problems = []
-    if not isinstance(when.request, str):
-        problems.append(f"when.request={when.request!r} must be a text.")
-    for name, value in (("when.tokens", when.tokens), ("steps", action.steps)):
-        if not _whole(value, 0):
-            problems.append(f"{name}={value!r} must be a whole number from 0.")
-    for name, value in (("when.queued", when.queued), ("when.race", when.race)):
-        if value not in (True, False):
-            problems.append(f"{name}={value!r} must be true or false.")
-    if not isinstance(action.server, str | None):
-        problems.append(f"server={action.server!r} must be a text.")
+    given = {**{f"when.{name}": value for name, value in item["when"].items()}, **item}
+    wanted: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+        ("when.request", lambda value: isinstance(value, str), "a text"),
+        ("when.tokens", lambda value: _whole(value, 0), "a whole number from 0"),
+        ("when.queued", lambda value: isinstance(value, bool), "true or false"),
+        ("when.race", lambda value: isinstance(value, bool), "true or false"),
+        ("steps", lambda value: _whole(value, 0), "a whole number from 0"),
+        ("server", lambda value: isinstance(value, str), "a text"),
+    )
+    problems = [f"{name}={given[name]!r} must be {words}." for name, fits, words in wanted if name in given and not fits(given[name])]
     if problems:
         raise UsageError(f"{what} cannot be planned:\n  - " + "\n  - ".join(problems))
-    return action
+    return Action(**{**item, "when": Trigger(**item["when"]), "do": ActionKind(item["do"])})
 
 
 def _whole(value: object, low: int) -> bool:

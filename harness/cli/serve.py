@@ -124,8 +124,9 @@ def _contract(path: Path, model: Model) -> Contract:
         raise UsageError(f"The contract {path} cannot be read: {error}.") from error
     if not isinstance(data, dict):
         raise UsageError(f"The contract {path} must be an object with the fields of docs/contract.md, not a {type(data).__name__}.")
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
     try:
-        promised = Contract(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        promised = Contract(**fields)
     except ContractError as error:
         raise ContractError(f"{path}: {error}") from error
     except (TypeError, ValueError) as error:
