@@ -64,8 +64,8 @@ def _written(cycle: Any, answer: Whole, ends: Callable[[Any], None]) -> bool:
     if cycle.disconnected or cycle.response_started or cycle.flow.write_paused or cycle.access_log or not cycle.keep_alive:
         return False
     scope = cycle.scope
-    # most releases of uvicorn look for the header when they answer; asyncio's ``writelines`` of 3.12 registers a socket that is lost anew
-    if scope["http_version"] != "1.1" or cycle.transport.is_closing():
+    # asyncio's ``writelines`` of 3.12 registers a socket that is lost anew, and never tells of a client that does not read
+    if scope["http_version"] != "1.1" or cycle.transport.is_closing() or cycle.transport.get_write_buffer_size():
         return False
     if any(name == b"connection" and value.lower() != b"keep-alive" for name, value in scope["headers"]):
         return False

@@ -129,6 +129,7 @@ class _Wire:
     def __init__(self) -> None:
         self.written = b""
         self.closed = False
+        self.waits = 0
 
     def write(self, data: bytes) -> None:
         self.written += data
@@ -141,6 +142,9 @@ class _Wire:
 
     def is_closing(self) -> bool:
         return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return self.waits
 
     def get_extra_info(self, name: str) -> Any:
         return None
@@ -259,9 +263,9 @@ def test_what_is_not_known_of_uvicorn_is_left_to_it(name: str, monkeypatch: pyte
 
 
 @_PROTOCOLS
-@pytest.mark.parametrize("what", ["disconnected", "response_started", "access_log", "write_paused", "closing"])
+@pytest.mark.parametrize("what", ["disconnected", "response_started", "access_log", "write_paused", "waits", "closing"])
 def test_a_connection_on_which_that_will_not_do_is_left_to_uvicorn(name: str, what: str) -> None:
-    """It is lost, its answer has begun, the access is to be logged, its client does not read, or it is closing."""
+    """It is lost, its answer has begun, the access is to be logged, its client does not read (yet), or it is closing."""
     protocol, said = _protocol(name), list[bool]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -269,6 +273,8 @@ def test_a_connection_on_which_that_will_not_do_is_left_to_uvicorn(name: str, wh
         cycle = send.__self__
         if what == "write_paused":
             cycle.flow.pause_writing()
+        elif what == "waits":
+            cycle.transport.waits = 7
         elif what == "closing":
             cycle.transport.close()
         else:
