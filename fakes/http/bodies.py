@@ -46,7 +46,24 @@ def json_object(text: bytes, *, empty: bool = True) -> dict[str, Any]:
         raise BadRequest(f"The body is no JSON: {error}.", malformed=True) from None
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.", malformed=True)
+    if text.count(b"[") + text.count(b"{") > _DEEPEST and _is_deep(body):
+        raise BadRequest(f"The body is nested more than {_DEEPEST} deep.", malformed=True)
     return body
+
+
+_DEEPEST = 200
+"""How deep a body may be nested: what is deeper cannot be shown, written into a trace or compared within Python's own limit."""
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            part for one in level for part in (one.values() if isinstance(one, dict) else one) if type(part) is list or type(part) is dict
+        ]
+        if not level:
+            return False
+    return True
 
 
 def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any) -> Any:

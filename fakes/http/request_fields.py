@@ -30,11 +30,24 @@ class RequestFields:
 
 
 def refuse_unanswered(body: Mapping[str, Any], fields: RequestFields) -> None:
-    """Raise ``BadRequest`` where ``body`` asks for what the fake does not answer; what is null, false, 0 or empty asks for nothing."""
+    """Raise ``BadRequest`` where ``body`` asks for what the fake does not answer.
+
+    What is null, false, 0 or empty asks for nothing, and neither does a list for a batch that has nothing else in it, nor a value that
+    the server takes by itself.
+    """
     for name in body.keys() & fields.refused.keys():
         value = body[name]
-        if value and not (isinstance(value, list) and all(one is None or one is False for one in value)):
+        if value and value != _OFF.get(name) and not _is_empty(value):
             raise BadRequest(f"{name} is not answered by rollproof's fake: {fields.refused[name]}.", param=name)
+
+
+_OFF: Mapping[str, Any] = {"sampling_logprobs_mode": "selected", "beam_width": 1}
+"""What a server takes where a request says nothing: a client that writes its defaults out asks for no more than one that does not."""
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it is empty, or a list of such; a number in a list is a token."""
+    return value is None or value is False or value == "" or value == {} or (isinstance(value, list) and all(map(_is_empty, value)))
 
 
 _DRAWN = "what a call samples follows from its prompt, the weights and the seed alone"

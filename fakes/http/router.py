@@ -7,7 +7,6 @@ answered (tests/http/recorded), slime's was read in its slime/router/router.py.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from urllib.parse import parse_qs, unquote
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from rollproof.fakes.http.asgi import Face, Message, Receive, Scope, Send
+from rollproof.fakes.http.bodies import BadRequest, json_object
 
 __all__ = ["Router", "RouterKind"]
 
@@ -134,10 +134,7 @@ class Router:
         return {"workers": workers, "total": len(workers), "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": len(workers)}}
 
     def _add(self, body: bytes) -> Response:
-        try:
-            url = json.loads(body or b"{}").get("url")
-        except (ValueError, AttributeError):
-            url = None
+        url = _read(body).get("url")
         if not isinstance(url, str):
             return PlainTextResponse("Failed to deserialize the JSON body into the target type: missing field `url`", 422)
         worker = self._joined(url)
@@ -149,11 +146,7 @@ class Router:
 
     def _slime(self, scope: Scope, body: bytes) -> Response:
         asked = parse_qs(scope.get("query_string", b"").decode("latin-1"))
-        try:
-            data = json.loads(body or b"{}")
-        except ValueError:
-            data = {}
-        given = data if isinstance(data, dict) else {}
+        given = _read(body)
         url = next((asked[name][-1] for name in ("url", "worker_url") if name in asked), given.get("url") or given.get("worker_url"))
         if not isinstance(url, str):
             return JSONResponse({"error": "worker_url is required (use query ?url=... or JSON body)"}, 400)
@@ -213,3 +206,11 @@ async def _whole(receive: Receive) -> bytes:
         if not message.get("more_body"):
             break
     return b"".join(parts)
+
+
+def _read(body: bytes) -> dict[str, Any]:
+    """What a body says; nothing where it cannot be read."""
+    try:
+        return json_object(body)
+    except BadRequest:
+        return {}

@@ -125,6 +125,61 @@ def test_a_chat_whose_prompt_comes_beside_its_messages_is_refused(servers: dict[
     assert "kv_transfer_params.prompt_token_ids is not answered by rollproof's fake" in refusal.text
 
 
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        ("sglang /generate", {"sampling_logprobs_mode": "selected"}),
+        ("sglang /generate", {"lora_path": ["", ""], "token_ids_logprob": [[], []], "custom_logit_processor": [None, None]}),
+        ("sglang sampling_params", {"beam_width": 1}),
+        ("sglang /v1/chat/completions", {"sampling_logprobs_mode": "selected", "session_params": {}}),
+        ("vllm sampling_params", {"prompt_logprob_token_ids": [[], []]}),
+    ],
+)
+def test_what_a_client_writes_out_of_its_defaults_asks_for_nothing(servers: dict[str, Served], model: str, given: dict[str, Any]) -> None:
+    """Nor do lists for a batch in which no prompt has any; a token of id 0 is one."""
+    assert 200 == _asked(servers, model, given).status_code
+    assert 400 == _asked(servers, "sglang /generate", {"token_ids_logprob": [[0], []]}).status_code
+    assert 400 == _asked(servers, "vllm sampling_params", {"logprob_token_ids": [0]}).status_code
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for number in range(depth):
+        value = [value] if number % 2 else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        *(("sglang sampling_params", name) for name in ("stop", "json_schema", "regex", "stream_interval", "custom_params")),
+        ("sglang /generate", "rid"),
+        ("sglang /v1/chat/completions", "messages"),
+        ("vllm sampling_params", "logprobs"),
+        ("vllm /v1/completions", "logprobs"),
+        ("vllm /v1/chat/completions", "response_format"),
+    ],
+)
+def test_what_is_nested_too_deep_is_refused(servers: dict[str, Served], model: str, name: str, stream: bool) -> None:
+    """As a body that cannot be read, whichever field holds it: it can be shown neither in an error nor in a trace."""
+    server, what = model.split()
+    path = what if what in BASE else {"sglang": "/generate", "vllm": "/inference/v1/generate"}[server]
+    deep = {name: _nested(900)} if what in BASE else {"sampling_params": {**BASE[path]["sampling_params"], name: _nested(900)}}
+    refusal = servers[server].client.post(path, json={**BASE[path], **deep, "stream": stream})
+
+    assert 400 == refusal.status_code
+    assert "The body is nested more than 200 deep." in refusal.text
+
+
+def test_many_lists_beside_each_other_are_not_deep(servers: dict[str, Served]) -> None:
+    """A large batch has as many brackets, and a schema is nested, too."""
+    body = {"input_ids": [[5, 6]] * 500, "sampling_params": {"max_new_tokens": 1, "json_schema": "[" * 500}}
+
+    assert 500 == len(servers["sglang"].client.post("/generate", json=body).json())
+    assert 200 == _asked(servers, "sglang sampling_params", {"custom_params": _nested(150)}).status_code
+
+
 def test_what_is_answered_is_read() -> None:
     """Each answered name stands as a text in the code of the faces: a table alone answers nothing."""
     folder = Path(str(rollproof.fakes.http.__file__)).parent

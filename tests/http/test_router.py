@@ -86,6 +86,14 @@ def test_samples_are_told_to_the_router(kind: RouterKind) -> None:
     assert ["r0"] == [event.request_id for event in events if isinstance(event, Call)]
 
 
+@pytest.mark.parametrize(("kind", "path", "status"), [(RouterKind.GATEWAY, "/workers", 422), (RouterKind.SLIME, "/add_worker", 400)])
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"url":' * 100_000, b'{"url": "\\ud800"}', b"[3]", b"\xff", b'{"url": 3}'])
+def test_a_worker_that_cannot_be_read_is_refused(kind: RouterKind, path: str, status: int, body: bytes) -> None:
+    """Also where Python's own reader of JSON gives up, or reads what cannot be written again."""
+    with running(lambda: routing("sglang", ServeOptions(flavour="sglang"), 1, kind)) as router:
+        assert status == router.client.post(path, content=body).status_code
+
+
 def test_slimes_router_lists_adds_and_forwards_everything() -> None:
     """By query or by body; what it does not know goes to a worker."""
     with running(lambda: routing("sglang", ServeOptions(flavour="sglang"), 2, RouterKind.SLIME)) as router:
