@@ -51,32 +51,13 @@ class SglangCall:
         self.stream: bool = field(body, "stream", bool, False)
         self.listed: bool = listed or samples > 1
         self.rids: list[str] = _rids(body.get("rid"), len(prompts), samples, backing.new_id)
-        each = len(prompts) if self.listed else None
+        parts = _of_each(body, len(prompts)) if self.listed else [body]
         self._wanted: list[Wanted] = [
-            Wanted(
-                prompt=prompt,
-                rid=rid,
-                max_tokens=field(one, "max_new_tokens", int, UNLIMITED),
-                sampling={name: value for name, value in one.items() if name not in ("max_new_tokens", "n")} | salts,
-                routes=field(body, "return_routed_experts", bool, False),
-                logprobs=logprobs,
-                routes_start=field(body, "routed_experts_start_len", int, 0),
-                prompt_logprobs=start,
-                top=top,
-            )
-            for prompt, rid, one, salts, logprobs, start, top in zip(
-                prompts,
-                self.rids[::samples],
-                sampling,
-                _salts(body, len(prompts), each),
-                _of_each(body, "return_logprob", bool, False, each),
-                _of_each(body, "logprob_start_len", int, -1, each),
-                _of_each(body, "top_logprobs_num", int, 0, each),
-                strict=True,
-            )
+            _wanted(part, prompt, rid, one) for part, prompt, rid, one in zip(parts, prompts, self.rids[::samples], sampling, strict=True)
         ]
-        for one in {id(one): one for one in sampling}.values():
-            check_sglang(one)
+        for number, one in enumerate(sampling):
+            if not number or one is not sampling[number - 1]:
+                check_sglang(one)
         for wanted in self._wanted:
             _check_length(wanted, backing.max_length)
 
@@ -102,7 +83,8 @@ class SglangCall:
             prompts = [token_ids(one, "input_ids", backing.vocab) for one in given]
         if not prompts:
             raise BadRequest("input_ids cannot be empty.")
-        return cls(body, prompts, _of_each(body, "sampling_params", dict, {}, len(prompts) if listed else None), backing, listed=listed)
+        parts = _of_each(body, len(prompts), _SAMPLING) if listed else [body]
+        return cls(body, prompts, [field(one, "sampling_params", dict, {}) for one in parts], backing, listed=listed)
 
     def wanted(self) -> Iterator[Wanted]:
         """The engine calls, prompt by prompt and sample by sample."""
@@ -111,25 +93,38 @@ class SglangCall:
             yield one if one.rid is rid else replace(one, rid=rid)
 
 
-def _of_each(body: Mapping[str, Any], name: str, kind: type, default: Any, prompts: int | None) -> list[Any]:
-    """The value of ``name`` for each of several ``prompts``: one for all of them, or a list. ``None``: there is one prompt, and no list."""
-    value = body.get(name)
-    if prompts is None or not isinstance(value, list):
-        return [field(body, name, kind, default)] * (prompts or 1)
-    if len(value) != prompts:
-        raise BadRequest(f"The length of {name} must be that of the batch, {prompts}, not {len(value)}.")
-    return [field({name: one}, name, kind, default) for one in value]
+_SAMPLING = ("sampling_params",)
+_SALTS = ("cache_salt", "extra_key")
+_EACH = ("return_logprob", "logprob_start_len", "top_logprobs_num", *_SALTS)
 
 
-def _salts(body: Mapping[str, Any], prompts: int, each: int | None) -> list[dict[str, str]]:
-    """What keeps the prefix of each prompt from others in the cache, as parameters of the calls; an empty text is as good as none."""
-    given = [(name, _of_each(body, name, str, None, each)) for name in ("cache_salt", "extra_key") if body.get(name)]
-    for name, values in given:
-        if isinstance(body[name], list) and None in values:  # of a list SGLang wants an empty text for none
+def _of_each(body: Mapping[str, Any], prompts: int, names: Sequence[str] = _EACH) -> list[Mapping[str, Any]]:
+    """The body as it holds for each of several ``prompts``: of ``names`` it has one value for all of them, or a list."""
+    lists = {name: body[name] for name in names if isinstance(body.get(name), list) and (body[name] or name not in _SALTS)}
+    for name, values in lists.items():
+        if len(values) != prompts:
+            raise BadRequest(f"The length of {name} must be that of the batch, {prompts}, not {len(values)}.")
+        if name in _SALTS and None in values:  # of a list SGLang wants an empty text for none
             raise BadRequest(f"Every {name} should be a string.")
-    if not given:
-        return [{}] * prompts
-    return [{name: values[number] for name, values in given if values[number]} for number in range(prompts)]
+    return [{**body, **{name: values[number] for name, values in lists.items()}} if lists else body for number in range(prompts)]
+
+
+def _wanted(body: Mapping[str, Any], prompt: tuple[int, ...], rid: str, sampling: Mapping[str, Any]) -> Wanted:
+    """What is asked for one prompt. Salts, which keep its prefix from others in the cache, are parameters of its calls; "" is none."""
+    parameters = {**sampling, **{name: field(body, name, str, None) for name in _SALTS if body.get(name)}}
+    parameters.pop("max_new_tokens", None)
+    parameters.pop("n", None)
+    return Wanted(
+        prompt=prompt,
+        rid=rid,
+        max_tokens=field(sampling, "max_new_tokens", int, UNLIMITED),
+        sampling=parameters,
+        routes=field(body, "return_routed_experts", bool, False),
+        logprobs=field(body, "return_logprob", bool, False),
+        routes_start=field(body, "routed_experts_start_len", int, 0),
+        prompt_logprobs=field(body, "logprob_start_len", int, -1),
+        top=field(body, "top_logprobs_num", int, 0),
+    )
 
 
 def _check_length(wanted: Wanted, most: int) -> None:
