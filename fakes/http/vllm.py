@@ -199,6 +199,8 @@ class _Calls:
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise BadRequest("1 validation error: messages must be a list of objects.", malformed=True, param="body.messages")
         words = [message.get("content") for message in messages]
+        if not all(_is_content(one) for one in words):
+            raise BadRequest("1 validation error: content must be text, or a list of parts.", malformed=True, param="body.messages")
         kinds = {part.get("type", "text") for one in words if isinstance(one, list) for part in one if isinstance(part, dict)}
         if not kinds <= {"text", "input_text"}:
             raise BadRequest(f"The model takes text alone, and the messages hold {sorted(map(str, kinds))}.")
@@ -277,3 +279,12 @@ def _compact(body: Mapping[str, Any]) -> Whole:
 
 def _event(chunk: Mapping[str, Any]) -> bytes:
     return b"data: " + dumped(chunk) + b"\n\n"
+
+
+def _is_content(value: Any) -> bool:
+    """Whether a message may hold it: text, a list of texts and parts that say of which type they are, or nothing."""
+    if not isinstance(value, list):
+        return value is None or isinstance(value, str)
+    return all(
+        part is None or isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("type", ""), str)) for part in value
+    )
