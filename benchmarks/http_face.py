@@ -3,13 +3,13 @@
     python benchmarks/http_face.py [--requests 3000] [--connections 64] [--rounds 3]
 
 First table: SGLang's ``/generate`` with 32 tokens, logprobs and routes of 48 layers, top-8 (80 KB of base64), the coded engine included,
-with its trace written to a file and without; beside it a bare starlette endpoint that reads the body and sends the same bytes, and the
-least that a face could do: read the body, draw a reply and send it, without engine, checks, trace and starlette. Second
-table: chats of the faces, beside mock servers of the package index where they are installed (``pip install fakellm llmock
-xpyd-sim``), told to take no time; vllm-mock has no server, guidellm's wants torch and transformers, mockllm downloads a tokenizer. All
-run on uvicorn, with httptools and uvloop where those are installed; each is a process of its own, pinned to one core, and the client to
-another. Rounds alternate between servers, and the best of each counts; beside it the processor time of a request, which a busy machine
-changes less.
+with its trace written to a file and without. Beside it a bare starlette endpoint that reads the body and sends the same bytes: on uvicorn
+as ``pip install starlette uvicorn`` installs it (over h11), to which shares refer, and on what the faces run on, httptools, and uvloop
+where that is installed. Beside it, too, the least that a face could do: read the body, draw a reply and send it, without engine, checks,
+trace and starlette. Second table: chats of the faces, beside mock servers of the package index where they are installed (``pip install
+fakellm llmock xpyd-sim``), told to take no time; vllm-mock has no server, guidellm's wants torch and transformers, mockllm downloads a
+tokenizer. Each server is a process of its own, pinned to one core, and the client to another. Rounds alternate between servers, and the
+best of each counts; beside it the processor time of a request, which a busy machine changes less.
 """
 
 from __future__ import annotations
@@ -126,6 +126,12 @@ def _model(layers: int) -> Any:
     return Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=128, top_k=8, vocab=150_000)
 
 
+def run_plain(pipe: Connection, content: bytes) -> None:
+    """``run_bare`` where uvicorn was installed without extras: over h11, on the loop of asyncio."""
+    sys.modules |= dict.fromkeys(("httptools", "uvloop"), cast("Any", None))  # importing them now fails, as if they were not there
+    run_bare(pipe, content)
+
+
 def run_bare(pipe: Connection, content: bytes) -> None:
     """Serve the same bytes from an endpoint that reads the body and does nothing else."""
     import uvicorn
@@ -219,12 +225,8 @@ def asked(port: int, one: Contestant, requests: int, connections: int) -> tuple[
 
 
 def processor_time(pid: int) -> float:
-    """Seconds of processor time that a process has used, where the system tells."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Seconds of processor time that a process' threads have used, where the system tells."""
+    return sum(int(told.read_text().split()[0]) for told in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 class Running:
@@ -307,13 +309,17 @@ def main() -> None:
         sample = Running(_face("sample", None))
         sample.round(10, 1)
         sample.stop()
-        bare = Contestant("bare starlette endpoint", "/generate", GENERATE, run_bare, (sample.content,))
+        bare = [
+            Contestant("bare starlette endpoint, plain uvicorn", "/generate", GENERATE, run_plain, (sample.content,)),
+            Contestant("bare starlette endpoint, the faces' uvicorn", "/generate", GENERATE, run_bare, (sample.content,)),
+        ]
         least = Contestant("a reply drawn and sent, no engine", "/generate", GENERATE, run_least)
         faces = [_face("SGLang face, trace written to a file", trace), _face("SGLang face, no trace file", None)]
-        running = race([bare, *faces, least], options)
+        running = race([*bare, *faces, least], options)
         table("/generate: 32 tokens, logprobs, routes of 48 layers", running)
         chats = [
-            Contestant("bare starlette endpoint", "/v1/chat/completions", CHAT, run_bare, (b"x" * 700,)),
+            Contestant("bare starlette endpoint, plain uvicorn", "/v1/chat/completions", CHAT, run_plain, (b"x" * 700,)),
+            Contestant("bare starlette endpoint, the faces' uvicorn", "/v1/chat/completions", CHAT, run_bare, (b"x" * 700,)),
             _chat("SGLang face", "sglang", str(Path(folder) / "a.arrow")),
             _chat("vLLM face", "vllm", str(Path(folder) / "b.arrow")),
         ]

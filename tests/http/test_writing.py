@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import uvicorn
+from uvicorn.protocols.http import h11_impl, httptools_impl
 from uvicorn.server import ServerState
 
 from rollproof.case import EngineOptions, Model
@@ -123,6 +124,9 @@ def test_an_answer_has_the_same_head_however_it_is_written() -> None:
         assert len(answer.partition(b"\r\n\r\n")[2]) == int(length[1])
 
 
+PROTOCOL = httptools_impl.HttpToolsProtocol
+
+
 class _Wire:
     """A transport that keeps what is written."""
 
@@ -155,18 +159,12 @@ class _Wire:
     resume_reading = pause_reading
 
 
-def _protocol(name: str) -> Any:
-    """The protocol of uvicorn over h11, which is always there, or over httptools."""
-    found = pytest.importorskip(f"uvicorn.protocols.http.{name}_impl", reason=f"uvicorn works over {name} where that is installed")
-    return found.H11Protocol if name == "h11" else found.HttpToolsProtocol
-
-
-async def _heard(protocol: Any, app: Any, *asked: bytes) -> _Wire:
+async def _heard(app: Any, *asked: bytes) -> _Wire:
     """What a connection that sends ``asked``, one after the other, is answered."""
-    config = uvicorn.Config(app, http=protocol, interface="asgi3", lifespan="off", log_config=None, access_log=False)
+    config = uvicorn.Config(app, http=PROTOCOL, interface="asgi3", lifespan="off", log_config=None, access_log=False)
     config.load()
     wire = _Wire()
-    connection = protocol(config=config, server_state=ServerState(), app_state={})
+    connection: Any = PROTOCOL(config=config, server_state=ServerState(), app_state={})
     connection.connection_made(wire)
     for text in asked:
         if not wire.closed:
@@ -178,7 +176,6 @@ async def _heard(protocol: Any, app: Any, *asked: bytes) -> _Wire:
 
 
 _ANSWER = Whole(b'{"a":', b"1", b"}")
-_PROTOCOLS = pytest.mark.parametrize("name", ["h11", "httptools"])
 
 
 def _app(taken: list[bool]) -> Any:
@@ -195,7 +192,6 @@ def _app(taken: list[bool]) -> Any:
     return app
 
 
-@_PROTOCOLS
 @pytest.mark.parametrize(
     ("head", "at_once"),
     [
@@ -207,36 +203,31 @@ def _app(taken: list[bool]) -> Any:
         (b"connection: keep-alive, close\r\n", False),
     ],
 )
-def test_what_is_written_at_once_is_what_uvicorn_writes(name: str, head: bytes, at_once: bool) -> None:
+def test_what_is_written_at_once_is_what_uvicorn_writes(head: bytes, at_once: bool) -> None:
     """Byte for byte, for one request after the other and for both together; where the connection is to be closed uvicorn writes itself."""
-    protocol = _protocol(name)
     ask = b"POST /generate HTTP/1.1\r\nhost: x\r\n%scontent-length: 2\r\n\r\n{}" % head
     for asked in ([ask], [ask, ask], [ask + ask]):
         taken: list[bool] = []
-        ours = asyncio.run(_heard(protocol, offering(_app(taken), protocol), *asked))
-        theirs = asyncio.run(_heard(protocol, _app([]), *asked))
+        ours = asyncio.run(_heard(offering(_app(taken), PROTOCOL), *asked))
+        theirs = asyncio.run(_heard(_app([]), *asked))
         assert set(taken) == {at_once}
         assert (theirs.written, theirs.closed) == (ours.written, ours.closed)
         assert ours.written.count(b"HTTP/1.1 200 OK\r\n") == len(taken)
 
 
-@_PROTOCOLS
-def test_the_client_of_an_older_http_is_left_to_uvicorn(name: str) -> None:
+def test_the_client_of_an_older_http_is_left_to_uvicorn() -> None:
     """Whose connection ends with its answer."""
-    protocol, taken = _protocol(name), list[bool]()
+    taken = list[bool]()
     ask = b"POST /generate HTTP/1.0\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
-    ours = asyncio.run(_heard(protocol, offering(_app(taken), protocol), ask))
-    theirs = asyncio.run(_heard(protocol, _app([]), ask))
+    ours = asyncio.run(_heard(offering(_app(taken), PROTOCOL), ask))
+    theirs = asyncio.run(_heard(_app([]), ask))
     assert [False] == taken
     assert (theirs.written, theirs.closed) == (ours.written, ours.closed)
 
 
-@_PROTOCOLS
-def test_what_is_not_known_of_uvicorn_is_left_to_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_known_of_uvicorn_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release whose cycles lack something, or are made otherwise, writes its answers itself; so does a middleware with a ``send``."""
-    protocol = _protocol(name)
-    impl: Any = inspect.getmodule(protocol)
-    known: Any = impl.RequestResponseCycle
+    known: Any = httptools_impl.RequestResponseCycle
     app, offers = _app([]), list[Any]()
 
     class Without(known):  # type: ignore[misc]
@@ -253,20 +244,19 @@ def test_what_is_not_known_of_uvicorn_is_left_to_it(name: str, monkeypatch: pyte
         async def send(self, message: Any) -> None:
             raise AssertionError(message)
 
-    asyncio.run(cast("Any", offering(looking, protocol))({}, None, None))
+    asyncio.run(cast("Any", offering(looking, PROTOCOL))({}, None, None))
     assert offers[0](Middleware().send, _ANSWER) is False
-    assert offering(app, protocol) is not app
-    assert offering(app, object) is app
+    assert offering(app, PROTOCOL) is not app
+    assert offering(app, h11_impl.H11Protocol) is app
     for unknown in (Without, lambda *, flow: flow.missing, 7, None):
-        monkeypatch.setattr(impl, "RequestResponseCycle", unknown)
-        assert offering(app, protocol) is app
+        monkeypatch.setattr(httptools_impl, "RequestResponseCycle", unknown)
+        assert offering(app, PROTOCOL) is app
 
 
-@_PROTOCOLS
 @pytest.mark.parametrize("what", ["disconnected", "response_started", "access_log", "write_paused", "waits", "closing"])
-def test_a_connection_on_which_that_will_not_do_is_left_to_uvicorn(name: str, what: str) -> None:
+def test_a_connection_on_which_that_will_not_do_is_left_to_uvicorn(what: str) -> None:
     """It is lost, its answer has begun, the access is to be logged, its client does not read (yet), or it is closing."""
-    protocol, said = _protocol(name), list[bool]()
+    said = list[bool]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await receive()
@@ -283,7 +273,7 @@ def test_a_connection_on_which_that_will_not_do_is_left_to_uvicorn(name: str, wh
         cycle.disconnected = True
 
     ask = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
-    wire = asyncio.run(_heard(protocol, offering(app, protocol), ask))
+    wire = asyncio.run(_heard(offering(app, PROTOCOL), ask))
     assert ([False], b"") == (said, wire.written)
 
 
