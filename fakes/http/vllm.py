@@ -204,10 +204,7 @@ class _Calls:
         kinds = {part.get("type", "text") for one in words if isinstance(one, list) for part in one if isinstance(part, dict)}
         if not kinds <= {"text", "input_text"}:
             raise BadRequest(f"The model takes text alone, and the messages hold {sorted(map(str, kinds))}.")
-        parts = [
-            " ".join(str(part.get("text") or "") for part in one if isinstance(part, dict)) if isinstance(one, list) else str(one or "")
-            for one in words
-        ]
+        parts = [" ".join(map(_words, one)) if isinstance(one, list) else str(one or "") for one in words]
         return " ".join(parts)
 
     def _usage(self, call: VllmCall, outputs: list[EngineOutput]) -> dict[str, Any]:
@@ -285,6 +282,9 @@ def _is_content(value: Any) -> bool:
     """Whether a message may hold it: text, a list of texts and parts that say of which type they are, or nothing."""
     if not isinstance(value, list):
         return value is None or isinstance(value, str)
-    return all(
-        part is None or isinstance(part, str) or (isinstance(part, dict) and isinstance(part.get("type", ""), str)) for part in value
-    )
+    return all(isinstance(part.get("type", ""), str) if isinstance(part, dict) else part is None or isinstance(part, str) for part in value)
+
+
+def _words(part: Any) -> str:
+    """What a part of a message says."""
+    return str((part.get("text") if isinstance(part, dict) else part) or "")

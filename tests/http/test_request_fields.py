@@ -180,6 +180,8 @@ def test_what_no_message_holds_is_refused_by_vllm(servers: dict[str, Served], co
 
     assert 400 == refusal.status_code
     assert "content must be text, or a list of parts" in refusal.text
+    plain = servers["vllm"].client.post("/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": ["w5"]}]})
+    assert 1 == plain.json()["usage"]["prompt_tokens"]
 
 
 def test_many_lists_beside_each_other_are_not_deep(servers: dict[str, Served]) -> None:
