@@ -166,7 +166,12 @@ def _telling(evidence: RouteEvidence, wrong: _Wrong, fits: BoolArray) -> bool:
         return False
     k = cells.shape[1]
     impossible = k > 1 and bool((cells[:, :1] == cells).all()) and (len(cells) > 1 or wrong.got.shape[1] == 1)
-    return impossible or len(cells) * log2(perm(evidence.contract.num_experts or 1, k)) >= _TELLING_BITS
+    return impossible or len(cells) * _bits(evidence, k) >= _TELLING_BITS
+
+
+def _bits(evidence: RouteEvidence, k: int) -> float:
+    """What one cell that agrees tells."""
+    return log2(perm(evidence.contract.num_experts or 1, k))
 
 
 def _explained(guesses: list[tuple[Stray, BoolArray, Clue]], left: BoolArray) -> bool:
@@ -240,7 +245,9 @@ def _layer(_view: RequestView, evidence: RouteEvidence, wrong: _Wrong) -> Iterat
         yield same & wrong.differ[:, low:high].any(axis=1), Clue(shift=shift, source=f"shifted by {shift:+d}")
     columns = [int(column) for column in np.flatnonzero(wrong.differ.any(axis=0))]
     pairs = [(column, source) for column in columns if (source := _source_column(wrong, column)) is not None]
-    if len(pairs) > 1 and 2 * len(pairs) >= len(columns):
+    # each column was held against all others, so one of them agrees by chance so many times as often
+    told_bits = sum(int(wrong.differ[:, column].sum()) * _bits(evidence, wrong.got.shape[2]) - log2(count) for column, _ in pairs)
+    if len(pairs) > 1 and 2 * len(pairs) >= len(columns) and told_bits >= _TELLING_BITS:
         moe = evidence.contract.moe_layers or ()
         told = ", ".join(f"layer {moe[column]}'s column holds layer {moe[source]}" for column, source in pairs[:4])
         yield np.ones(len(wrong.got), dtype=bool), Clue(source=told)

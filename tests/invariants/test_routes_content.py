@@ -374,3 +374,14 @@ def test_rows_of_other_tokens_are_not_compared() -> None:
     judged = judge(builder.trace(), REGISTRY)
     assert failing(judged) == set()
     assert "family stitch" in judged["routes.rows"].reason
+
+
+def test_one_row_of_few_experts_is_no_exchange_of_layers() -> None:
+    """The row before, repeated, often has choices of other layers of its own row: by chance, for there are few."""
+    story = Story(segments=(Segment(300),), changes={"num_experts": 4, "top_k": 2, "num_layers": 5, "moe_layers": tuple(range(5))})
+    good = story.good()
+    alike = (good[:-1, :, None] == good[1:, None]).all(axis=3).any(axis=2).sum(axis=1)
+    places = np.flatnonzero(alike >= 3)[:12] + 1
+    assert len(places) == 12
+    for place in places:
+        assert failing(story.judged(_edit(story, int(place), good[place - 1]))) <= {"routes.position", "routes.content"}
