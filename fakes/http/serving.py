@@ -9,6 +9,7 @@ import importlib
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -30,6 +31,8 @@ __all__ = ["FACES", "bound_socket", "routing", "serve_forever", "serving"]
 
 _TRIM_THRESHOLD, _KEPT = -1, 256 << 20
 """``M_TRIM_THRESHOLD`` of glibc's malloc.h, and the bytes that may lie idle at the top of the heap."""
+_HURRIED = 1024
+"""Requests of a connection that are remembered because the next one came before they were answered."""
 FACES: Mapping[str, tuple[Callable[[Backing], Face], str]] = {"sglang": (sglang_app, "sglang"), "vllm": (vllm_app, "vllm")}
 """Faces by name: the application, and the flavour of engine that it stands in front of."""
 
@@ -231,11 +234,26 @@ def _noticing(protocol: Any) -> Any:
     """
 
     class Noticing(protocol):  # type: ignore[misc]
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._hurried: deque[Any] = deque(maxlen=_HURRIED)
+
+        def on_headers_complete(self) -> None:
+            """A request came, over httptools: after all answers were read, or before, of which uvicorn forgets the requests."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._hurried.append(self.cycle)
+            else:
+                self._hurried.clear()
+            super().on_headers_complete()
+
         def connection_lost(self, exc: Exception | None) -> None:
-            cycle = self.cycle
-            asked = getattr(cycle, "asked", None)
-            if asked is not None and cycle.response_complete and (exc is not None or asked.streamed):
-                asked.tell_broken()
+            for cycle in (*self._hurried, self.cycle):
+                asked = getattr(cycle, "asked", None)
+                if asked is not None and cycle.response_complete and (exc is not None or asked.streamed):
+                    asked.tell_broken()
             super().connection_lost(exc)
+            for cycle in self._hurried:
+                cycle.disconnected = not cycle.response_complete
+                cycle.message_event.set()
 
     return Noticing

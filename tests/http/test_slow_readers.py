@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from rollproof.store import TraceReader
-from tests.http.test_serve_command import started
+from rollproof.trace import Fault, Reply
+from tests.http.test_serve_command import started, until
 
 SIZES = ("--layers", "48", "--experts", "128", "--top-k", "8", "--step", "0")
 """So a reply has 80 KB, most of it routes."""
@@ -174,3 +175,22 @@ def test_who_leaves_without_having_read_is_forgotten(tmp_path: Path) -> None:
     assert (0, "") == (process.returncode, said)
     kinds = Counter(type(event).__name__ for event in TraceReader(trace))
     assert kinds["Call"] >= 3 + 3 * 8
+
+
+def test_of_requests_that_came_together_no_answer_is_taken_for_read(tmp_path: Path) -> None:
+    """Where the client left with answers unread: it asked for the later ones before it could have read the earlier ones."""
+    pytest.importorskip("httptools", reason="over h11, uvicorn reads a request when the one before is answered")
+    trace = tmp_path / "served.arrow"
+    with started(*SIZES, "--trace", str(trace)) as (process, url):
+        with _connected(url) as client:
+            for k in range(4):
+                _send(client, *_asked("sglang", f"r{k}"))
+            until(lambda: httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"] == 0)
+            time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    events = list(TraceReader(trace))
+    assert said == ""
+    answered = {event.call_id for event in events if isinstance(event, Reply) and event.delivered}
+    assert answered
+    assert answered == {event.call_id for event in events if isinstance(event, Fault) and event.what == "broken-stream"}
