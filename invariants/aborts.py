@@ -39,6 +39,7 @@ class _HitsTarget(Fold):
         super().__init__(context)
         self._groups: dict[str, str | None] = {}
         self._flying: dict[int, _Flying] = {}
+        self._called: dict[str, None] = {}
         self._paused: set[str] = set()
         self._suspects: dict[str, list[tuple[int, Abort]]] = {}
 
@@ -49,6 +50,7 @@ class _HitsTarget(Fold):
         self._groups.pop(event.request_id, None)
 
     def on_call(self, event: Call, out: Collector) -> None:
+        keep(self._called, event.request_id, None)
         keep(self._flying, event.call_id, _Flying(event.request_id, event.server_id, caused=event.server_id in self._paused))
 
     def on_pause(self, event: Pause, out: Collector) -> None:
@@ -105,9 +107,19 @@ class _HitsTarget(Fold):
         strange = [call for call, request in hit.items() if wanted not in (request, str(call), self._groups.get(request))]
         if not wanted or len(strange) < len(hit) or wanted in self._groups:
             return strange
+        if self._is_prefix(wanted, hit):
+            return []
         first = next(iter(hit.values()), "")
         family = self._groups.get(first)
         return [call for call, request in hit.items() if request != first and (family is None or self._groups.get(request) != family)]
+
+    def _is_prefix(self, wanted: str, hit: Mapping[int, str]) -> bool:
+        """Whether a caller meant several calls by how their ids begin, as SGLang allows: nothing else was ever called so.
+
+        Where a stack tells of its requests, an id is one of its own making, and such a hit would be by chance.
+        """
+        told = any(request in self._groups for request in hit.values())
+        return not told and wanted not in self._called and all(request.startswith(wanted) for request in hit.values())
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         call = self._flying.pop(event.call_id, None)

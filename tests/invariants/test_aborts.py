@@ -48,6 +48,19 @@ class TestHitsTarget:
         teller, one, ten = self._two()
         passes(self.ID, teller.abort(ten if wanted in ("10", "call-2") else one, wanted=wanted), aborts_of_one_id=1)
 
+    @pytest.mark.parametrize(("called", "wanted", "meant"), [(False, "batch-", True), (True, "batch-", False), (False, "x", False)])
+    def test_several_may_be_meant_by_how_their_ids_begin(self, called: bool, wanted: str, meant: bool) -> None:
+        """As SGLang allows, where no requests are told of; not where a call had that very id, nor where ids begin otherwise."""
+        teller = Teller()
+        if called:
+            teller.reply(teller.call((4,), wanted), (9,))
+        hit = [teller.call((5,), "batch-1"), teller.call((6,), "batch-2")]
+        teller.abort(*hit, wanted=wanted)
+        if meant:
+            passes(self.ID, teller, aborts_of_one_id=1)
+        else:
+            assert "call" in finds(self.ID, teller).observed
+
     def test_a_call_may_be_named_by_its_number(self) -> None:
         """Even where the number is another request's id."""
         teller = Teller()
