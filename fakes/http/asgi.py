@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
-from contextlib import suppress
 from typing import Any, ClassVar, TypeAlias
 from urllib.parse import parse_qs
 from weakref import ref
@@ -18,14 +17,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from rollproof.fakes.failures import BadCall, ReplyLost, ServerDied
 from rollproof.fakes.http.bodies import BadRequest, Uncaught, json_object
+from rollproof.fakes.http.cutting import cut, ended
 from rollproof.fakes.http.fault_plan import Faults, WireFault, WireFaultKind
 from rollproof.fakes.http.watching import Watch, Watches
 
 __all__ = [
     "AT_ONCE",
+    "OWNER_HEADER",
     "Answer",
     "Asked",
-    "Cut",
     "Ending",
     "Endpoints",
     "Events",
@@ -44,12 +44,12 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
+OWNER_HEADER = "x-rollproof-request"
+"""The header by which a client may say which of its requests a call belongs to."""
 AT_ONCE = "rollproof.at_once"
 """The extension by which whoever carries the connection offers to write a ``Whole`` at once: a function of ``send`` and the answer, which
 says whether it did.
 """
-_LINGER = 1000
-"""Milliseconds for which a closed connection may take to send what is written."""
 
 
 class Asked:
@@ -105,12 +105,6 @@ class Asked:
     def queries(self, name: str) -> list[str]:
         """All values of a parameter of the query."""
         return parse_qs(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True).get(name, [])
-
-
-class Cut:
-    """The message that asks whoever carries the connection to break it, where it offers the extension ``rollproof.cut``."""
-
-    message: ClassVar[Message] = {"type": "rollproof.cut"}
 
 
 class Ending(bytes):
@@ -206,7 +200,7 @@ class Face:
         if scope["type"] != "http":
             return
         if not self._alive():
-            await _cut(scope, send)
+            await cut(scope, send)
             return
         try:
             raw = await _read(scope, receive, self._most)
@@ -214,12 +208,12 @@ class Face:
             await _deliver(JSONResponse(self._wrong(error), error.status), send)
             return
         except asyncio.CancelledError:
-            await _ended(scope, send)
+            await ended(scope, send)
             return
         if raw is None:  # the client went away before it had said what it wants
             return
         asked = Asked(scope, raw, getattr(send, "__self__", None))
-        fault = self._faults.due(asked.path, raw) if self._faults is not None else None
+        fault = self._faults.due(asked.path, raw, asked.header(OWNER_HEADER)) if self._faults is not None else None
         handler = self._handler(scope)
         if isinstance(handler, Response):
             await _deliver(handler, send)
@@ -281,11 +275,11 @@ class Face:
         try:
             await work
         except (ServerDied, ReplyLost):
-            await _cut(scope, send)
+            await cut(scope, send)
         except asyncio.CancelledError:
             if watch.vanished and task.uncancel() == 0:
                 return
-            await _ended(scope, send)
+            await ended(scope, send)
         finally:
             self._watches.end(watch)
 
@@ -367,39 +361,6 @@ async def _cut_short(answer: Answer, scope: Scope, send: Send, fault: WireFault)
         await send({"type": "http.response.start", **start})
         await send({"type": "http.response.body", "body": body, "more_body": not short})
     if not short:
-        await _cut(scope, send, reset=fault.do is WireFaultKind.RESET)
+        await cut(scope, send, reset=fault.do is WireFaultKind.RESET)
     elif isinstance(answer, Events):
         await send({"type": "http.response.body", "body": b""})
-
-
-async def _ended(scope: Scope, send: Send) -> None:
-    """Within ``except CancelledError``: the server ends, and would tell of everything that it cancels with a traceback."""
-    if "rollproof.cut" in (scope.get("extensions") or {}):
-        raise
-    with suppress(asyncio.CancelledError):  # the loop ends meanwhile, and cancels once more
-        await _cut(scope, send)
-
-
-async def _cut(scope: Scope, send: Send, *, reset: bool = True) -> None:
-    """End the connection below HTTP. ASGI has no word for that: the transport is asked for where the server keeps it."""
-    if "rollproof.cut" in (scope.get("extensions") or {}):
-        await send(Cut.message)
-        return
-    transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if transport is None:
-        raise ConnectionResetError("The connection is cut here, and this ASGI server does not say how.")
-    if reset:
-        await asyncio.sleep(0)  # what was written before is under way
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            import socket
-            import struct
-
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing then sends RST, not FIN
-        transport.abort()
-    else:
-        transport.close()
-    for _ in range(_LINGER):  # until uvicorn knows: it complains of an application that ends without having answered
-        if send.__self__.disconnected:  # type: ignore[attr-defined]  # the cycle that ``transport`` was found in
-            return
-        await asyncio.sleep(0.001)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from random import getrandbits
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollproof.case import EngineOptions, Model
 from rollproof.contract import Contract, KvPolicy
@@ -19,19 +19,14 @@ from rollproof.fakes.engine import MAX_LENGTH, FakeEngine
 from rollproof.fakes.failures import TransferFailed
 from rollproof.fakes.flavours import Flavour, engine_contract, flavour_named
 from rollproof.fakes.fleet import CURRENT_REQUEST
+from rollproof.fakes.http.asgi import OWNER_HEADER, Asked
 from rollproof.fakes.http.bodies import BadRequest
 from rollproof.fakes.http.fault_plan import FaultPlan, Faults, WireFault, WireFaultKind
 from rollproof.fakes.http.samples import Attributing, Samples
 from rollproof.records import EngineOutput, Version
 from rollproof.trace import Fault, Header, Recorder, TraceSink, Weights
 
-if TYPE_CHECKING:
-    from rollproof.fakes.http.asgi import Asked
-
-__all__ = ["OWNER_HEADER", "Backing", "RoutesForm", "ServeOptions", "Wanted"]
-
-OWNER_HEADER = "x-rollproof-request"
-"""The header by which a client may say which of its requests a call belongs to."""
+__all__ = ["Backing", "RoutesForm", "ServeOptions", "Wanted"]
 
 
 class RoutesForm(StrEnum):

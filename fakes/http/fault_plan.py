@@ -7,7 +7,7 @@ For instance::
     [[faults]]
     do = "reset"            # or slow, status, truncate, wrong-length
     path = "/generate"      # "/v1/*" is all below; default: everything
-    request_id = "r1"       # calls whose body has this rid or request_id; default: all
+    request_id = "r1"       # calls of this rid, request_id or x-rollproof-request; default: all
     nth = [2, 5]            # the second and the fifth of those that fit; or
     probability = 0.1       # one in ten of them, drawn from the seed
 
@@ -151,11 +151,11 @@ class Faults:
     _done: dict[int, int] = field(default_factory=dict)
     _draws: dict[int, random.Random] = field(default_factory=dict)
 
-    def due(self, path: str, body: bytes) -> WireFault | None:
-        """The fault that befalls this request; every request must be told, once."""
+    def due(self, path: str, body: bytes, owner: str | None = None) -> WireFault | None:
+        """The fault that befalls this request; every request must be told, once. ``owner`` is whose it says to be, beside its body."""
         found = None
         for number, fault in enumerate(self.plan.faults):
-            if not fault.concerns(path) or not (fault.request_id is None or fault.request_id in _ids(body)):
+            if not fault.concerns(path) or not (fault.request_id is None or fault.request_id == owner or fault.request_id in _ids(body)):
                 continue
             self._seen[number] = self._seen.get(number, 0) + 1
             spent = fault.times is not None and self._done.get(number, 0) >= fault.times

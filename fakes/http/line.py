@@ -13,7 +13,8 @@ from typing import Any
 
 import orjson
 
-from rollproof.fakes.http.asgi import Cut, Face, Message
+from rollproof.fakes.http.asgi import Face, Message
+from rollproof.fakes.http.cutting import Cut
 
 __all__ = ["BrokenOff", "Heard", "Line"]
 

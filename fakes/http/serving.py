@@ -41,7 +41,8 @@ def bound_socket(port: int = 0) -> socket.socket:
     """A socket on loopback (``port`` 0: chosen by the system). Raises ``UsageError`` where the port is taken."""
     if not 0 <= port <= 65_535:
         raise UsageError(f"--port must be 0 to 65535, not {port}.")
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # asyncio sends small pieces at once on sockets that name their protocol alone; the events of a stream waited 40 ms for each other
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(("127.0.0.1", port))

@@ -133,6 +133,8 @@ def _check_length(wanted: Wanted, most: int) -> None:
         raise BadRequest("input_ids cannot be empty.")
     if wanted.logprobs and wanted.prompt_logprobs > length:
         raise BadRequest(f"logprob_start_len={wanted.prompt_logprobs} is higher than the number of input tokens {length}.")
+    if not 0 <= wanted.routes_start <= length:
+        raise BadRequest(f"routed_experts_start_len must be 0 to {length}, the number of input tokens, not {wanted.routes_start}.")
     if length >= most:
         raise BadRequest(f"The input ({length} tokens) is longer than the model's context length ({most} tokens).")
     if length + (wanted.max_tokens or 0) > most:
@@ -207,8 +209,8 @@ def with_routes(text: bytes, output: EngineOutput, backing: Backing) -> tuple[by
     return text[:-2] + b',"routed_experts":"', as_int32(output.routes), b'"}}'
 
 
-def native_chunk(wanted: Wanted, call: EngineCall, logprobs: list[float], sent: int, backing: Backing) -> bytes:
-    """An event of a stream before its last: all tokens so far, or those from ``sent`` on."""
+def native_chunk(wanted: Wanted, call: EngineCall, logprobs: list[float], sent: int, backing: Backing, *, stamped: bool) -> bytes:
+    """An event of a stream before its last: all tokens so far, or those from ``sent`` on. The first is stamped."""
     tokens = call.ids[call.prompt_len :]
     shown = tokens[sent:] if backing.options.incremental else tokens
     meta: dict[str, Any] = {
@@ -225,7 +227,7 @@ def native_chunk(wanted: Wanted, call: EngineCall, logprobs: list[float], sent: 
     details = {"device": cached, "host": 0} if cached else None
     meta |= {"reasoning_tokens": 0, "completion_tokens": len(tokens), "cached_tokens": cached, "cached_tokens_details": details}
     meta["dp_rank"] = None
-    if not sent:
+    if stamped:
         meta["response_sent_to_client_ts"] = time.time()
     body: dict[str, Any] = {"text": text_of(shown)} if backing.options.tokenizer else {}
     return dumped({**body, "output_ids": shown, "meta_info": meta})

@@ -300,13 +300,16 @@ def messages_text(body: Mapping[str, Any]) -> str:
         raise BadRequest("Messages cannot be empty.", param="messages")
     if any(not isinstance(message, dict) or message.get("role") not in _ROLES for message in messages):
         raise BadRequest(f"2 validation errors: each message must have a role of {list(_ROLES)}.", malformed=True, param="messages")
-    return " ".join(_words(message.get("content")) for message in messages)
+    contents = [message.get("content") for message in messages]
+    if not all(one is None or isinstance(one, str | list) for one in contents):
+        raise BadRequest("2 validation errors: content must be text, or a list of parts.", malformed=True, param="messages")
+    return " ".join(map(_words, contents))
 
 
 def _words(content: Any) -> str:
     if isinstance(content, list):  # parts of a multimodal message: their texts count
         return " ".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
-    return "" if content is None else str(content)
+    return content or ""
 
 
 def _body(asked: Asked) -> dict[str, Any]:

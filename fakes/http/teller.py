@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollproof.errors import UsageError
-from rollproof.fakes.http.backing import OWNER_HEADER
+from rollproof.fakes.http.asgi import OWNER_HEADER
 from rollproof.records import Request, Rollout
 from rollproof.store.jsonform import wire_of
 from rollproof.trace import Result, Submit

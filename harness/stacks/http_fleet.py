@@ -19,8 +19,8 @@ from uvicorn.server import ServerState
 
 from rollproof.clock import VirtualLoop
 from rollproof.errors import UsageError
-from rollproof.fakes.http.asgi import Cut
 from rollproof.fakes.http.backing import Backing, ServeOptions
+from rollproof.fakes.http.cutting import Cut
 from rollproof.fakes.http.serving import FACES
 from rollproof.network import Network
 from rollproof.records import Version

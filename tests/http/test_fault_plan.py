@@ -183,3 +183,13 @@ def test_the_engine_carries_out_actions_of_its_own() -> None:
         meta = server.client.post("/generate", json={**ASK, "rid": "r1"}).json()["meta_info"]
         other = server.client.post("/generate", json={**ASK, "rid": "r2"}).json()["meta_info"]
     assert ("abort", 2, "length") == (meta["finish_reason"]["type"], meta["completion_tokens"], other["finish_reason"]["type"])
+
+
+def test_a_request_is_found_by_the_header_that_names_it() -> None:
+    """As the actions of a plan find it: a stack need not send a handle of its own."""
+    with served("sglang", plan=plan(do="status", status=503, request_id="mine")) as server:
+        heard = [
+            httpx.post(f"{server.url}/generate", json=ASK, headers={} if name is None else {"x-rollproof-request": name}).status_code
+            for name in (None, "other", "mine", None)
+        ]
+    assert [200, 200, 503, 200] == heard

@@ -184,6 +184,16 @@ def test_what_no_message_holds_is_refused_by_vllm(servers: dict[str, Served], co
     assert 1 == plain.json()["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("content", [3, True, {"a": 1}])
+def test_what_no_message_holds_is_refused_by_sglang(servers: dict[str, Served], content: Any) -> None:
+    """A prompt was made of what Python writes for it."""
+    body = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    refusal = servers["sglang"].client.post("/v1/chat/completions", json=body)
+
+    assert 400 == refusal.status_code
+    assert "content must be text, or a list of parts" in refusal.text
+
+
 def test_many_lists_beside_each_other_are_not_deep(servers: dict[str, Served]) -> None:
     """A large batch has as many brackets, and a schema is nested, too."""
     body = {"input_ids": [[5, 6]] * 500, "sampling_params": {"max_new_tokens": 1, "json_schema": "[" * 500}}

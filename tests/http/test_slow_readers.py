@@ -157,6 +157,18 @@ def test_a_slow_reader_loses_nothing_and_holds_up_nobody(server: tuple[str, subp
             client.close()
 
 
+def test_a_long_stream_that_nobody_reads_takes_little() -> None:
+    """Where each event has all tokens so far, the newest is all that waits; together they would take hundreds of megabytes."""
+    with started("--step", "0") as (process, url), _connected(url) as client:
+        path, body = _asked("sglang", "long", stream=True)
+        before = _resident(process)
+        sampling = {"max_new_tokens": 2000, "ignore_eos": True}
+        _send(client, path, {**body, "return_logprob": True, "sampling_params": sampling})
+        until(lambda: httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"] == 0)
+        assert _resident(process) - before < MOST
+        assert _name("sglang", Reader(client).answer(), stream=True) == "long"
+
+
 def test_who_leaves_without_having_read_is_forgotten(tmp_path: Path) -> None:
     """Whatever waits for it; the server goes on, says nothing of it, and its trace is whole."""
     trace = tmp_path / "served.arrow"

@@ -23,6 +23,7 @@ from rollproof.fakes.http.at_once import offering
 from rollproof.fakes.http.backing import Backing, RoutesForm, ServeOptions
 from rollproof.fakes.http.keeping import Kept
 from rollproof.fakes.http.line import Line
+from rollproof.fakes.http.serving import bound_socket
 from rollproof.fakes.http.sglang import sglang_app
 from rollproof.fakes.http.wire import from_flat
 from rollproof.store import TraceReader, TraceWriter
@@ -101,6 +102,30 @@ def test_the_last_answer_of_a_connection_arrives_whole() -> None:
                 heard = b"".join(iter(lambda: client.recv(1 << 16), b""))
             assert heard.startswith(b"HTTP/1.1 200 OK\r\n")
             assert heard.endswith(end)
+
+
+def test_small_pieces_are_sent_at_once() -> None:
+    """On every loop: with Nagle's algorithm an event of a stream waits until the client has acknowledged the one before."""
+
+    class Connected(asyncio.Protocol):
+        told: asyncio.Future[int]
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            sock = transport.get_extra_info("socket")
+            self.told.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        Connected.told = loop.create_future()
+        with bound_socket() as listening:
+            server = await loop.create_server(Connected, sock=listening)
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            nodelay = await Connected.told
+            writer.close()
+            server.close()
+        return nodelay
+
+    assert asyncio.run(main())
 
 
 def test_an_answer_has_the_same_head_however_it_is_written() -> None:
