@@ -270,6 +270,12 @@ class Collector:
         self.judged += other.judged
         self.crash = self.crash or other.crash
 
+    def _unexercised(self) -> str:
+        """Why nothing came of the check. What was absent from some traces alone is not why: the others did not give rise to it."""
+        silent = f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
+        reason, times = max(self.reasons.items(), key=lambda one: one[1], default=(silent, self.judged))
+        return reason if times >= self.judged else f"{silent} ({times} times in {self.judged} traces: {reason})"
+
     def result(self) -> CheckResult:
         """The verdict on everything taken so far."""
         if self.found:
@@ -281,8 +287,7 @@ class Collector:
         elif self.excused and not self.judged:
             verdict, reason = Verdict.NOT_APPLICABLE, max(self.excused, key=self.excused.__getitem__)
         else:
-            silent = f"not exercised: no {' or '.join(self.check.exercised_by)} occurred"
-            verdict, reason = Verdict.UNKNOWN, max(self.reasons, key=self.reasons.__getitem__, default=silent)
+            verdict, reason = Verdict.UNKNOWN, self._unexercised()
         return CheckResult(
             check=self.check,
             verdict=verdict,

@@ -50,6 +50,25 @@ def test_absent_data_is_unknown_with_its_reason() -> None:
     assert (Verdict.UNKNOWN, "no versions were shown") == (result.verdict, result.reason)
 
 
+def test_what_is_absent_from_a_few_traces_is_not_why_a_check_is_unknown() -> None:
+    """Of many whose data was there none gave rise to it; that is why, and the absence stands beside it."""
+
+    def judge_one(view: RequestView, out: Collector) -> None:
+        if view.request.request_id == "r0":
+            out.absent("no logprobs")
+
+    tally = Tally(Registry([_check(judge_one)]))
+    for number in range(3):
+        built = TraceBuilder(contract())
+        built.submit(f"r{number}", prompt=(1, 2))
+        built.reply(built.call((1, 2), f"r{number}"), [5, 6])
+        built.result([5, 6], f"r{number}", prompt=(1, 2))
+        judge_events(built.trace().header, built.trace().events, tally)
+
+    (result,) = tally.judgement().results
+    assert (Verdict.UNKNOWN, "not exercised: no things occurred (1 times in 3 traces: no logprobs)") == (result.verdict, result.reason)
+
+
 def test_a_crashing_check_is_unknown_even_if_exercised() -> None:
     """A check that crashes is never a pass, and the other checks go on."""
 
