@@ -7,7 +7,8 @@ checks of the family ``batch`` compare.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Iterable
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -103,28 +104,40 @@ def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
     """Hand one case to the stack. What its conversion raises is a refusal, to be judged."""
     given = [_copy(sample) for sample in case.samples]
     event = Batch(name=case.name, samples=case.samples, defect=case.defect, defective=case.defective)
-    watchdog = Watchdog(lambda: 0, limit())
     try:
-        with watchdog:
-            batch = watchdog.through(lambda: _settled(subject.collate(given)))
+        batch = _watched(lambda: subject.collate(given))
     except RollproofError:
         raise
-    except GivenUp:
-        return replace(event, refused=watchdog.told)
+    except GivenUp as error:
+        return replace(event, refused=str(error))
     except Exception as error:  # noqa: BLE001 - a refusal is an outcome
         return replace(event, refused=told(error), changed=_changed(case.samples, given))
     try:
-        with (watching := Watchdog(lambda: 0, limit())):
-            rows = watching.through(lambda: _settled(subject.rows(batch)))
+        rows = _watched(lambda: subject.rows(batch))
     except RollproofError:
         raise
-    except GivenUp:
-        raise SubjectError(f"{label}.rows never ended on the batch of {case.name!r}: {watching.told}.") from None
+    except GivenUp as error:
+        raise SubjectError(f"{label}.rows never ended on the batch of {case.name!r}: {error}.") from None
     except Exception as error:  # the adapter is the user's own code: tell which method failed on what
         raise SubjectError(f"{label}.rows raised {told(error)} on the batch of {case.name!r}.") from error
     if not isinstance(rows, list | tuple) or not all(isinstance(row, BatchRow) for row in rows):
         raise SubjectError(f"{label}.rows must return a list of BatchRow, not {type(rows).__name__}.")
     return replace(event, rows=tuple(_sound(row, label) for row in rows), changed=_changed(case.samples, given))
+
+
+def _watched(work: Callable[[], Any]) -> Any:
+    """What a sync or async method returned. Raises ``GivenUp``, which says why, where it never ended, also where it handled its end."""
+    watchdog = Watchdog(lambda: 0, limit())
+    made = None
+    with watchdog:
+        try:
+            made = watchdog.through(lambda: _settled(work()))
+        except (Exception, GivenUp, CancelledError):
+            if watchdog.told is None:
+                raise
+    if watchdog.told is not None:
+        raise GivenUp(watchdog.told)
+    return made
 
 
 def _settled(value: Any) -> Any:

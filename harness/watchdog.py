@@ -208,7 +208,8 @@ def _rest() -> None:
     """End the thread before a fork: from Python 3.12 on it warns whoever forks a process that has more than one."""
     if not _watching.locked():
         return
-    _on.release()
+    with suppress(RuntimeError):  # it is released: another thread is about to fork, too
+        _on.release()
     if _watching.acquire(timeout=_TICK):
         _watching.release()
     _on.acquire(blocking=False)

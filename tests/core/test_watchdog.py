@@ -284,6 +284,29 @@ def test_a_fork_after_a_run_is_one_of_a_single_thread() -> None:
     assert "0 [] None\n" == done.stdout, done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # so it is: what forks are several threads
+def test_several_threads_may_fork_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lets the thread that watches end before, and none is told of an error for it."""
+    wrong: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: wrong.append(told.exc_value))
+
+    def fork() -> None:
+        for _ in range(20):
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            os.waitpid(child, 0)
+
+    with watchdog.Watchdog(lambda: time.monotonic_ns(), 100.0):
+        threads = [threading.Thread(target=fork) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert [] == wrong
+
+
 def test_many_slow_steps_are_none_that_never_ends() -> None:
     """A slow machine, or a slow stack: the limit is that of one step, however many there are."""
 
@@ -362,3 +385,43 @@ def test_a_conversion_that_never_ends_is_a_refusal_and_the_last_one() -> None:
 
     assert 1 == report.cases
     assert "a step did not end within" in accepts.findings[0].observed
+
+
+@pytest.mark.parametrize("handles", ["returns", "raises", "is cancelled"])
+def test_a_conversion_that_handles_its_end_is_a_refusal_all_the_same(handles: str) -> None:
+    """What it does then is no outcome of its own, and each of the other batches would take as long."""
+
+    async def spin() -> None:
+        turns = 0
+        while True:
+            turns += 1
+
+    class Handling(Padder):
+        async def collate(self, samples: Any) -> Any:  # type: ignore[override]  # a conversion may be async
+            try:
+                await (asyncio.gather(spin(), asyncio.sleep(1)) if handles == "is cancelled" else spin())
+            except BaseException as error:
+                if handles != "returns":
+                    raise (asyncio.CancelledError if handles == "is cancelled" else ValueError)("mine") from error
+            return super().collate(samples)
+
+    report = judge_batches(Handling)
+    accepts = next(result for result in report.results if result.id == "batch.accepts")
+
+    assert 1 == report.cases
+    assert "a step did not end within" in accepts.findings[0].observed
+
+
+def test_rows_that_handle_their_end_are_told() -> None:
+    """As those that do not."""
+
+    class Handling(Padder):
+        def rows(self, batch: Any) -> Any:
+            turns = 0
+            with contextlib.suppress(BaseException):
+                while True:
+                    turns += 1
+            return batch
+
+    with pytest.raises(SubjectError, match=r"rows never ended on the batch of .*: a step did not end within .* at rows"):
+        judge_batches(Handling)
