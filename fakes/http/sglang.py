@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,6 +24,7 @@ from rollproof.fakes.http.bodies import BadRequest, field
 from rollproof.fakes.http.sglang_call import SglangCall, indexed, last_logprob, native_chunk, native_reply, shown_version
 from rollproof.fakes.http.sglang_openai import OpenAI
 from rollproof.fakes.http.telling import told_endpoints
+from rollproof.fakes.http.unread import Unread
 from rollproof.trace import PauseMode
 
 __all__ = ["sglang_app"]
@@ -284,13 +285,17 @@ class _Native:
 
     async def _stream(self, asked: Asked, calls: list[Wanted], *, listed: bool) -> AsyncGenerator[bytes]:
         """All tokens so far in each event (or the new ones, where the server streams so); with the last come routes and the reason."""
-        ready: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
-        tasks = [asyncio.ensure_future(self._streamed(asked, one, number if listed else None, ready)) for number, one in enumerate(calls)]
+        incremental = self._backing.options.incremental
+        ready: asyncio.Queue[Unread | None] = asyncio.Queue()
+        tasks = [
+            asyncio.ensure_future(self._streamed(asked, one, number if listed else None, Unread(ready, newest=not incremental)))
+            for number, one in enumerate(calls)
+        ]
         everything = asyncio.ensure_future(asyncio.wait(tasks))
         everything.add_done_callback(lambda _: ready.put_nowait(None))
         try:
-            while (event := await ready.get()) is not None:
-                yield event.pop()
+            while (unread := await ready.get()) is not None:
+                yield unread.take()
             for task in tasks:
                 task.result()
         finally:
@@ -303,49 +308,33 @@ class _Native:
             await everything
         yield b"data: [DONE]\n\n"
 
-    async def _streamed(self, asked: Asked, wanted: Wanted, index: int | None, ready: asyncio.Queue[list[bytes] | None]) -> None:
-        """The events of one sample. Of those with all tokens so far the newest takes the place of one that nobody has read, as SGLang has
-        it (``_wait_one_response`` of its tokenizer_manager.py): thousands that wait for a slow reader would take hundreds of megabytes.
-        """
+    async def _streamed(self, asked: Asked, wanted: Wanted, index: int | None, unread: Unread) -> None:
+        """The events of one sample."""
         begun = time.perf_counter()
+        incremental = self._backing.options.incremental
         logprobs: list[float] = []
         sent = 0
 
-        waiting: list[bytes] = []
-        unheard = True
-
-        def say(data: bytes, kind: Callable[[bytes], bytes] = bytes) -> None:
-            nonlocal waiting
-            event = kind(_event(data if index is None else indexed(data, index)))
-            if waiting and not self._backing.options.incremental:
-                waiting[:] = [event]
-                return
-            waiting = [event]
-            ready.put_nowait(waiting)
-
-        def first() -> bool:
-            """Whether the next event is the first that is read."""
-            nonlocal unheard
-            unheard = unheard and (not sent or bool(waiting and not self._backing.options.incremental))
-            return unheard
+        def event(data: bytes) -> bytes:
+            return _event(data if index is None else indexed(data, index))
 
         def heard(call: EngineCall) -> None:
             nonlocal sent
             if wanted.logprobs:
                 logprobs.append(last_logprob(call, self._backing))
             if len(call.ids) < call.limit:  # the last token comes with the reply
-                say(native_chunk(wanted, call, logprobs, sent, self._backing, stamped=first()))
+                unread.put(event(native_chunk(wanted, call, logprobs, sent, self._backing, stamped=unread.fresh)))
                 sent = call.sampled
 
         try:
-            stream = StreamMode.DELTA if self._backing.options.incremental else StreamMode.CUMULATIVE
+            stream = StreamMode.DELTA if incremental else StreamMode.CUMULATIVE
             output = await self._backing.generate(asked, wanted, stream=stream, heard=heard, unique=True)
         except (BadCall, BadRequest, EnginePaused) as error:
-            ready.put_nowait([_refusal(str(error))])
+            unread.put(_refusal(str(error)))
             return
-        start = sent if self._backing.options.incremental else 0
         taken = time.perf_counter() - begun
-        say(b"".join(native_reply(wanted, output, taken, self._backing, sent=start, stamped=first())), Ending)
+        parts = native_reply(wanted, output, taken, self._backing, sent=sent if incremental else 0, stamped=unread.fresh)
+        unread.put(Ending(event(b"".join(parts))))
 
 
 async def _refused(error: BadRequest) -> AsyncGenerator[bytes]:

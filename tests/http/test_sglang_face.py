@@ -143,7 +143,7 @@ def test_publishing_a_label_ends_all_requests_unless_told_otherwise(body: dict[s
 
 @pytest.mark.parametrize("incremental", [False, True])
 def test_a_stream_tells_every_token(incremental: bool) -> None:
-    """Events hold all tokens so far, or only the new ones; the last has routes; then comes the end mark."""
+    """Events hold all tokens so far, or only the new ones; the first says when it was sent, the last has routes; then the end mark."""
 
     async def ask(client: httpx.AsyncClient, _: Backing) -> Any:
         async with client.stream("POST", "/generate", json={**ASK, "stream": True}) as reply:
@@ -154,6 +154,7 @@ def test_a_stream_tells_every_token(incremental: bool) -> None:
     assert "[DONE]" == lines[-1]
     told = [token for chunk in chunks for token in chunk["output_ids"]] if incremental else chunks[-1]["output_ids"]
     assert 6 == len(told)
+    assert [True] + [False] * (len(chunks) - 1) == ["response_sent_to_client_ts" in chunk["meta_info"] for chunk in chunks]
     assert [False] * (len(chunks) - 1) + [True] == ["routed_experts" in chunk["meta_info"] for chunk in chunks]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollproof.fakes.http.unread import Unread
 from rollproof.store import TraceReader
 from rollproof.trace import Fault, Reply
 from tests.http.test_serve_command import started, until
@@ -64,11 +66,11 @@ def _connected(url: str) -> socket.socket:
     return client
 
 
-def _send(client: socket.socket, path: str, body: dict[str, Any]) -> None:
-    text = json.dumps(body).encode()
-    client.sendall(
-        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (path.encode(), len(text), text)
-    )
+def _send(client: socket.socket, *asked: tuple[str, dict[str, Any]]) -> None:
+    """Requests of these paths and bodies, in one piece."""
+    texts = [(path.encode(), json.dumps(body).encode()) for path, body in asked]
+    head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+    client.sendall(b"".join(head % (path, len(text), text) for path, text in texts))
 
 
 class Reader:
@@ -137,7 +139,7 @@ def test_a_slow_reader_loses_nothing_and_holds_up_nobody(server: tuple[str, subp
     try:
         for i, client in enumerate(clients):
             for k in range(PIPELINED):
-                _send(client, *_asked(face, f"{stream}-{i}-{k}", stream=stream))
+                _send(client, _asked(face, f"{stream}-{i}-{k}", stream=stream))
         slowest = 0.0
         for number in range(40):
             begun = time.monotonic()
@@ -163,10 +165,28 @@ def test_a_long_stream_that_nobody_reads_takes_little() -> None:
         path, body = _asked("sglang", "long", stream=True)
         before = _resident(process)
         sampling = {"max_new_tokens": 2000, "ignore_eos": True}
-        _send(client, path, {**body, "return_logprob": True, "sampling_params": sampling})
+        _send(client, (path, {**body, "return_logprob": True, "sampling_params": sampling}))
         until(lambda: httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"] == 0)
         assert _resident(process) - before < MOST
         assert _name("sglang", Reader(client).answer(), stream=True) == "long"
+
+
+@pytest.mark.parametrize(("newest", "read"), [(True, [b"2", b"4"]), (False, [b"1", b"2", b"3", b"4"])])
+def test_the_first_event_that_is_read_is_told_from_others(newest: bool, read: list[bytes]) -> None:
+    """It alone says when it was sent, also where it took the place of events that nobody read."""
+    ready: asyncio.Queue[Unread | None] = asyncio.Queue()
+    unread = Unread(ready, newest=newest)
+    fresh, taken = [], []
+    for event, reads in ((b"1", False), (b"2", True), (b"3", False), (b"4", True)):
+        fresh.append(unread.fresh)
+        unread.put(event)
+        while reads and not ready.empty():
+            waiting = ready.get_nowait()
+            assert waiting is unread
+            taken.append(waiting.take())
+
+    assert read == taken
+    assert [True, newest, False, False] == fresh
 
 
 def test_who_leaves_without_having_read_is_forgotten(tmp_path: Path) -> None:
@@ -177,7 +197,7 @@ def test_who_leaves_without_having_read_is_forgotten(tmp_path: Path) -> None:
             clients = [_connected(url) for _ in range(8)]
             for i, client in enumerate(clients):
                 for k in range(4):
-                    _send(client, *_asked("sglang", f"{round_}-{i}-{k}", stream=i % 2 == 0))
+                    _send(client, _asked("sglang", f"{round_}-{i}-{k}", stream=i % 2 == 0))
             path, body = _asked("sglang", f"other-{round_}")
             httpx.post(url + path, json=body, timeout=60).raise_for_status()
             for client in clients:
@@ -195,8 +215,7 @@ def test_of_requests_that_came_together_no_answer_is_taken_for_read(tmp_path: Pa
     trace = tmp_path / "served.arrow"
     with started(*SIZES, "--trace", str(trace)) as (process, url):
         with _connected(url) as client:
-            for k in range(4):
-                _send(client, *_asked("sglang", f"r{k}"))
+            _send(client, *[_asked("sglang", f"r{k}") for k in range(4)])
             until(lambda: httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"] == 0)
             time.sleep(0.5)
         process.send_signal(signal.SIGINT)
