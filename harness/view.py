@@ -56,6 +56,7 @@ class History:
     _labels: dict[Version, list[Version]] = field(default_factory=dict)
     _carried: dict[Version, dict[Version, None]] = field(default_factory=dict)
     _serving: dict[str, tuple[Version, Version]] = field(default_factory=dict)
+    _named: dict[tuple[str, Version], int] = field(default_factory=dict)
     _unlabelled: set[Version] = field(default_factory=set)
     _order: dict[Version, int] = field(default_factory=dict)
 
@@ -85,6 +86,10 @@ class History:
         known = self._known()
         return frozenset(known._carried.get(version, ())).difference(self.labels_of(version))
 
+    def named_at(self, server_id: str, version: Version) -> int | None:
+        """Index of the event from which on a server showed a label of their own for weights ``version``; ``None`` where there is none."""
+        return self._known()._named.get((server_id, version))
+
     def rank_of(self, label: Version) -> int | None:
         """How many labels were published before ``label`` was for the first time; ``None`` where it never was."""
         return self._known()._order.get(label)
@@ -106,6 +111,7 @@ class History:
             if update.loaded and before is not None and before[0] != update.version and before[1] == update.label:
                 self._carried.setdefault(update.version, {})[update.label] = None
                 continue
+            self._named.setdefault((update.server_id, update.version), update.index)
             labels = self._labels.setdefault(update.version, [])
             if update.label in labels:
                 labels.remove(update.label)

@@ -136,7 +136,8 @@ def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], 
         elif unlabelled or blind:
             accepted = everything | {shown} if blind else frozenset({shown})
         else:
-            accepted = labels | ({shown} if shown is not None else carried)
+            early = shown is None or _unnamed(view, attempt, stretch.true)
+            accepted = labels | (carried if early else frozenset()) | ({shown} if shown is not None else frozenset())
         out.append(
             Sampler(
                 start=stretch.start,
@@ -151,6 +152,12 @@ def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], 
             )
         )
     return out
+
+
+def _unnamed(view: RequestView, attempt: Attempt, version: Version) -> bool:
+    """Whether the call was made before its server had a label of their own for weights ``version``: it may be told by that of then."""
+    named = view.history.named_at(attempt.call.server_id, version)
+    return named is None or attempt.call.index < named
 
 
 def _truth(view: RequestView, attempt: Attempt, stretch: Stretch, spans: bool) -> tuple[frozenset[Key] | None, bool]:

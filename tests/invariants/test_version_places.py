@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rollproof.records import Span, Version
-from rollproof.trace import Trace, Weights
+from rollproof.trace import Call, Trace, Weights
 from tests.support.rollouts import Part, blamed, tell
 from tests.support.telling import finds, passes, unknown
 
@@ -146,6 +146,14 @@ class TestTokenTags:
         for tags in ((0,) * 5, (0, 0, 0, 1, 1)):
             story = tell(OLD, early, versions="token", sample={"token_versions": tags}).trace()
             assert set() == blamed(labelled_after(story, at_once=False))
+
+    def test_a_call_made_before_its_weights_had_a_label_may_carry_the_label_of_then(self) -> None:
+        """Whoever read it when the call was sent could not know better, though the reply shows the one that came meanwhile."""
+        trace = labelled_after(tell(OLD, NEW, versions="token", sample={"token_versions": (0,) * 5}).trace(), at_once=False)
+        events = list(trace.events)
+        label, call = (max(i for i, event in enumerate(events) if isinstance(event, kind)) for kind in (Weights, Call))
+        events.insert(call + 1, events.pop(label))
+        assert set() == blamed(trace.with_events(events))
 
     def test_weights_that_never_get_a_label_keep_the_one_that_is_shown(self) -> None:
         """A stack that leaves the labels alone."""
