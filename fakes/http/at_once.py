@@ -7,14 +7,13 @@ of 80 KB the copy alone costs as much as reading the request.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 from rollproof.fakes.http.asgi import AT_ONCE, Receive, Scope, Send, Whole
 
 __all__ = ["offering"]
 
-_App = Callable[[Scope, Receive, Send], Awaitable[None]]
 _OVER_HTTPTOOLS = "uvicorn.protocols.http.httptools_impl"
 _PARTS = (
     *("access_log", "chunked_encoding", "default_headers", "disconnected", "flow", "keep_alive", "message_event", "on_response"),
@@ -23,7 +22,7 @@ _PARTS = (
 """What is used of uvicorn's cycle of request and response, which is its own affair: releases from 0.29 on have it."""
 
 
-def offering(app: _App, protocol: Any) -> _App:
+def offering(app: Any, protocol: Any) -> Any:
     """``app``, which is offered to write at once where ``protocol`` of uvicorn is the one over httptools, and as it is known."""
     ours = next((one for one in protocol.__mro__ if one.__module__ == _OVER_HTTPTOOLS), None)
     if ours is None or not _known(getattr(inspect.getmodule(ours), "RequestResponseCycle", None)):
@@ -31,7 +30,8 @@ def offering(app: _App, protocol: Any) -> _App:
 
     def offered(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         scope["extensions"] = _EXTENSIONS
-        return app(scope, receive, send)
+        answering: Awaitable[None] = app(scope, receive, send)
+        return answering
 
     return offered
 

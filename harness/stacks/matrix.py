@@ -107,9 +107,8 @@ class Matrix:
             tables = []
         for table in tables:
             problems += [f"{table.get('name') or 'an entry without a name'}: {wrong}" for wrong in _problems(table, pinned)]
-        if not problems:
-            entries = tuple(_entry(table) for table in tables)
-            problems += _twice(entries)
+        entries = () if problems else tuple(_entry(table) for table in tables)
+        problems += _twice(entries)
         if problems:
             raise ExpectationError(f"The matrix of {stack} cannot be used:\n  - " + "\n  - ".join(problems))
         return cls(stack=stack, pinned=tuple(pinned), entries=entries)
