@@ -5,8 +5,9 @@ virtual deadline passes. A thread looks once a second whether the event loop sti
 slow: a step is given up when it has had so many seconds of processor time, and of real time too, or five times as many of the latter.
 While somebody debugs it, no time passes.
 
-An exception that is raised from outside comes where the thread was seen: CPython looks for one right after it gets its lock back, and the
-watching thread holds that lock from looking to raising. So it comes only within the step, and not where a run is put away.
+An exception that is raised from outside comes where the thread was seen, for the watching thread holds CPython's lock from looking to
+raising, or a little later: some steps of CPython get the lock back and do not look for one (3.13: none does), but all loops and calls do.
+Whoever runs a step has a loop behind it. So the exception does not come where a run is put away.
 """
 
 from __future__ import annotations
@@ -101,7 +102,11 @@ class Watchdog:
 
     def through(self, work: Callable[[], _T]) -> _T:
         """What ``work()`` returns."""
-        return work()
+        try:
+            return work()
+        finally:
+            for _ in range(2):  # what was raised at its end comes here
+                pass
 
     def look(self) -> None:
         """See whether there is progress since the last look, and give the step up where there was none for too long."""

@@ -166,6 +166,28 @@ def test_what_is_not_in_the_step_is_not_interrupted() -> None:
             dog.through(lambda: [dog._give_up(1.0, 1.0) for _ in range(2)])
 
 
+def test_what_was_raised_at_the_end_of_a_step_does_not_come_behind_it() -> None:
+    """A step that ends before CPython looks: it is given up within what runs it, not by whoever goes on, or puts the run away."""
+    gate = threading.Lock()
+    gate.acquire()
+
+    def ends() -> None:
+        for _ in iter(gate.acquire, True):  # waits there, and CPython does not look for an exception until the next call or jump
+            pass
+
+    def give_up() -> None:
+        time.sleep(0.1)
+        dog._give_up(1.0, 1.0)
+        gate.release()
+
+    with watchdog.Watchdog(lambda: 0, 100.0) as dog:
+        thread = threading.Thread(target=give_up)
+        thread.start()
+        with pytest.raises(watchdog.GivenUp):
+            dog.through(ends)
+        thread.join()
+
+
 def test_a_step_that_waits_in_c_is_told_soon(capsys: pytest.CaptureFixture[str]) -> None:
     """It cannot be interrupted; that is said some ticks after it was given up, not after three times the time that it was given."""
 
