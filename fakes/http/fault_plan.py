@@ -253,6 +253,8 @@ def _wire_fault(number: int, item: Mapping[str, Any]) -> WireFault:
             + "; ".join(f"{name} says something of {' and '.join(_ONLY_OF[name])} alone" for name in idle)
             + "."
         )
+    if item.get("nth") == []:
+        raise UsageError(f"{what}: nth=[] names no call. Leave it out where each that fits is to be befallen.")
     values["do"] = WireFaultKind(values["do"])
     values["nth"] = tuple(item["nth"]) if isinstance(item.get("nth"), list) else (item["nth"],) if "nth" in item else ()
     try:

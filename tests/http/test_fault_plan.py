@@ -49,6 +49,7 @@ def test_a_plan_is_read_from_toml_and_json(tmp_path: Path) -> None:
         ({"faults": [{"do": "truncat"}]}, "Did you mean 'truncate'\\?"),
         ({"faults": [{"do": "reset", "nht": [1]}]}, "Fault 1 has no field 'nht'; its fields are"),
         ({"faults": [{"do": "reset", "nth": [0]}]}, "Fault 1 cannot be planned:\n  - nth=\\[0\\] must be whole numbers from 1"),
+        ({"faults": [{"do": "reset", "nth": []}]}, "Fault 1: nth=\\[\\] names no call"),
         ({"faults": [{"do": "reset", "nth": [1], "probability": 0.5}]}, "nth and probability exclude each other"),
         ({"faults": [{"do": "reset", "seconds": 2}]}, r"Fault 1 \(reset\): seconds says something of slow alone"),
         ({"faults": [{"do": "slow", "keep": 0.1}]}, "keep says something of reset and truncate and wrong-length alone"),
