@@ -17,7 +17,7 @@ class Unread:
     """
 
     def __init__(self, ready: asyncio.Queue[Unread | None], *, newest: bool) -> None:
-        self.fresh = True
+        self.fresh: bool = True
         self._ready = ready
         self._newest = newest
         self._events: deque[bytes] = deque()
