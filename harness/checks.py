@@ -254,8 +254,9 @@ class Collector:
 
     def merge(self, other: Collector) -> None:
         """Add what another collector of the same check took."""
-        for counter, times in other.counters.items():
-            self.counters[counter] = self.counters.get(counter, 0) + times
+        for counts, added in ((self.counters, other.counters), (self.reasons, other.reasons), (self.excused, other.excused)):
+            for name, times in added.items():
+                counts[name] = counts.get(name, 0) + times
         for finding in other.findings:
             new = len(self.findings) < _KINDS and all(finding.kind != kept.kind for kept in self.findings)
             if len(self.findings) < self._keep or new:
@@ -263,10 +264,6 @@ class Collector:
         self.found += other.found
         for kind, times in other.kinds.items():
             self._count(kind, times)
-        for reason, times in other.reasons.items():
-            self.reasons[reason] = self.reasons.get(reason, 0) + times
-        for reason, times in other.excused.items():
-            self.excused[reason] = self.excused.get(reason, 0) + times
         self.judged += other.judged
         self.crash = self.crash or other.crash
 
