@@ -114,12 +114,11 @@ class _HitsTarget(Fold):
         return [call for call, request in hit.items() if request != first and (family is None or self._groups.get(request) != family)]
 
     def _is_prefix(self, wanted: str, hit: Mapping[int, str]) -> bool:
-        """Whether a caller meant several calls by how their ids begin, as SGLang allows: nothing else was ever called so.
+        """Whether a caller may have meant several calls by how their ids begin, as SGLang allows: nothing else was ever called so.
 
         Where a stack tells of its requests, an id is one of its own making, and such a hit would be by chance.
         """
-        told = any(request in self._groups for request in hit.values())
-        return not told and wanted not in self._called and all(request.startswith(wanted) for request in hit.values())
+        return wanted not in self._called and not any(request in self._groups for request in hit.values())
 
     def on_reply(self, event: Reply, out: Collector) -> None:
         call = self._flying.pop(event.call_id, None)
