@@ -50,7 +50,7 @@ class TestHitsTarget:
 
     @pytest.mark.parametrize(("called", "wanted", "meant"), [(False, "batch-", True), (True, "batch-", False), (False, "x", True)])
     def test_several_may_be_meant_by_how_their_ids_begin(self, called: bool, wanted: str, meant: bool) -> None:
-        """As SGLang allows, where no requests are told of; a call may be named otherwise than its handle. Not where one had that very id."""
+        """As SGLang allows, where no requests are told of; calls may have other names than handles. Not where one had that very id."""
         teller = Teller()
         if called:
             teller.reply(teller.call((4,), wanted), (9,))
