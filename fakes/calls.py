@@ -57,7 +57,7 @@ class Wire:
 
 AT_HAND = Wire()
 """Nothing lies between: a call within the program."""
-_NONE: frozenset[int] = frozenset()
+_NO_WEIGHTS: frozenset[int] = frozenset()
 _fits = lru_cache(maxsize=64)(np.can_cast)
 
 
@@ -212,7 +212,7 @@ def _reply(
 
 def _token_keys(call: EngineCall) -> list[KeySpan]:
     """The keys of the sampled tokens, the first of which is at 0."""
-    return [KeySpan(low, high, key, _NONE) for low, high, key in _stretches(call.keys, call.sampled)]
+    return [KeySpan(low, high, key, _NO_WEIGHTS) for low, high, key in _stretches(call.keys, call.sampled)]
 
 
 def _versions(keys: list[KeySpan], start: int = 0) -> list[VersionSpan]:

@@ -137,14 +137,9 @@ class Whole:
         return b"".join(self.parts)
 
     @property
-    def length(self) -> int:
-        """Bytes of all of it."""
-        return sum(map(len, self.parts))
-
-    @property
     def raw_headers(self) -> list[tuple[bytes, bytes]]:
         """As starlette's responses have them."""
-        return [(b"content-length", b"%d" % self.length), (b"content-type", b"application/json")]
+        return [(b"content-length", b"%d" % sum(map(len, self.parts))), (b"content-type", b"application/json")]
 
 
 Answer: TypeAlias = "Response | Events | Whole"

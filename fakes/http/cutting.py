@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from rollproof.fakes.http.asgi import Message, Scope, Send
 
 __all__ = ["Cut", "cut", "ended"]
-
-_Message: TypeAlias = MutableMapping[str, Any]
-_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
 
 _LINGER = 1000
 """Milliseconds for which a closed connection may take to send what is written."""
@@ -21,10 +20,10 @@ _LINGER = 1000
 class Cut:
     """The message that asks whoever carries the connection to break it, where it offers the extension ``rollproof.cut``."""
 
-    message: ClassVar[_Message] = {"type": "rollproof.cut"}
+    message: ClassVar[Message] = {"type": "rollproof.cut"}
 
 
-async def ended(scope: _Message, send: _Send) -> None:
+async def ended(scope: Scope, send: Send) -> None:
     """Within ``except CancelledError``: the server ends, and would tell of everything that it cancels with a traceback."""
     if "rollproof.cut" in (scope.get("extensions") or {}):
         raise
@@ -32,7 +31,7 @@ async def ended(scope: _Message, send: _Send) -> None:
         await cut(scope, send)
 
 
-async def cut(scope: _Message, send: _Send, *, reset: bool = True) -> None:
+async def cut(scope: Scope, send: Send, *, reset: bool = True) -> None:
     """End the connection below HTTP. ASGI has no word for that: the transport is asked for where the server keeps it."""
     if "rollproof.cut" in (scope.get("extensions") or {}):
         await send(Cut.message)
