@@ -300,10 +300,10 @@ class CodedPolicy:
 
     def _seeds_many(self, stretches: Sequence[Stretch], what: int, hashes: Sequence[Hashes] | None) -> Hashes:
         """``_seeds`` of all stretches, one after the other."""
-        if hashes is None:
-            hashes = hashes_of_many([ids for _, ids, _, _ in stretches])
         if not _alike(stretches):
             return np.concatenate([np.zeros(0, np.uint64), *[self._seeds(one, what) for one in stretches]])
+        if hashes is None:
+            hashes = hashes_of_many([ids for _, ids, _, _ in stretches])
         joined = np.concatenate([known[start:stop] for known, (_, _, start, stop) in zip(hashes, stretches, strict=True)])
         joined += np.uint64(self._keys_of(next(iter(stretches[0][0]))[2])[what])
         return joined

@@ -26,6 +26,7 @@ from rollproof.records import Request, Rollout
 from rollproof.runner import run_case
 from rollproof.trace import Result
 from tests.support.running import CASE, result_of
+from tests.support.stuck import spin
 
 
 @pytest.fixture(autouse=True)
@@ -133,11 +134,6 @@ def test_a_loop_that_handles_every_exception_is_told_on_standard_error(capsys: p
 @pytest.mark.parametrize("handles", ["raises", "returns", "is cancelled"])
 def test_a_rollout_that_handles_its_end_hangs_all_the_same(handles: str) -> None:
     """What it does then is no outcome of its own: the request hung, and other cases are run."""
-
-    async def spin() -> None:
-        turns = 0
-        while True:
-            turns += 1
 
     class Handling(AsSampled):
         async def rollout(self, request: Request) -> Rollout | None:

@@ -12,6 +12,7 @@ from rollproof import watchdog
 from rollproof.batching import judge_batches
 from rollproof.errors import SubjectError
 from tests.support.batches import Padder
+from tests.support.stuck import spin
 
 
 @pytest.fixture(autouse=True)
@@ -51,11 +52,6 @@ def test_a_conversion_that_never_ends_is_a_refusal_and_the_last_one() -> None:
 @pytest.mark.parametrize("handles", ["returns", "raises", "is cancelled"])
 def test_a_conversion_that_handles_its_end_is_a_refusal_all_the_same(handles: str) -> None:
     """What it does then is no outcome of its own, and each of the other batches would take as long."""
-
-    async def spin() -> None:
-        turns = 0
-        while True:
-            turns += 1
 
     class Handling(Padder):
         async def collate(self, samples: Any) -> Any:  # type: ignore[override]  # a conversion may be async
