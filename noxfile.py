@@ -140,7 +140,7 @@ def trainers(session: nox.Session) -> None:
         session.run("python", "-W", "ignore", "-m", "rollproof.replay.megatron.table", *session.posargs[1:])
         return
     # One process: the ranks that the tests fork are processes of their own.
-    tests = ["tests/replay", "tests/stacks/test_replay_layouts.py"]
+    tests = ["tests/replay", "tests/stacks/test_replay_layouts.py", "tests/stacks/test_documented_commands.py"]
     session.run("pytest", "-o", "faulthandler_timeout=0", *(session.posargs or tests))  # whole families of checks run in one test
 
 

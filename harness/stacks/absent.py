@@ -20,7 +20,9 @@ __all__ = ["stood_in"]
 def stood_in(packages: Collection[str], *, instead: bool = False, values: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[None]:
     """Within, modules of ``packages`` (dotted or not) that are not there import as stand-ins that have whatever is asked of them.
 
-    ``instead``: also where they are there. ``values`` are what a module's own names hold, by module.
+    ``instead``: also where they are there. ``values`` are what a module's own names hold, by module. Nothing is taken out of
+    ``sys.modules`` behind it: a framework imports some of them again when it is called. Stand-ins that must not outlast an import
+    are put in by ``rollproof.importing.standing_in``.
     """
     finder = _Absent(packages, values or {})
     sys.meta_path.insert(0 if instead else len(sys.meta_path), finder)

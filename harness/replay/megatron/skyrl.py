@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollproof.errors import StackError
+from rollproof.importing import standing_in
 from rollproof.replay.events import Action
 from rollproof.replay.megatron.codes import count_left
 
@@ -44,17 +45,14 @@ def replay_utils() -> ModuleType:
             "The installed skyrl has no backends/skyrl_train/utils/replay_utils.py; `pip install --no-deps skyrl==0.3.0` has it."
         )
     parts = _MODULE.split(".")[1:-1]
-    for depth in range(len(parts) + 1):
-        inner = ".".join(["skyrl", *parts[:depth]])
-        package = ModuleType(inner)
-        package.__path__ = [str(folder.joinpath(*parts[:depth]))]
-        sys.modules[inner] = package
-    for name in ("distributed", "distributed.megatron"):
-        inner = f"skyrl.backends.skyrl_train.{name}"
-        package = ModuleType(inner)
-        package.__path__ = [str(folder.joinpath("backends", "skyrl_train", *name.split(".")))]
-        sys.modules[inner] = package
-    return importlib.import_module(_MODULE)
+    inner = [parts[:depth] for depth in range(len(parts) + 1)]
+    inner += [[*parts[:2], "distributed"], [*parts[:2], "distributed", "megatron"]]
+    packages: dict[str, ModuleType] = {}
+    for names in inner:
+        packages[".".join(["skyrl", *names])] = package = ModuleType(".".join(["skyrl", *names]))
+        package.__path__ = [str(folder.joinpath(*names))]
+    with standing_in(packages):
+        return importlib.import_module(_MODULE)
 
 
 class SkyRLReplay:

@@ -7,15 +7,12 @@ RLinf refuses SGLang beyond 0.5.4, which in turn needs a GPU to be imported. So 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollproof.importing import standing_in
 from rollproof.stacks import Release, attributes, missing_dependency
 
 __all__ = ["RELEASE", "RLinf", "import_rlinf"]
@@ -46,28 +43,20 @@ def import_rlinf(version: str) -> RLinf:
     """Import what the adapter drives (5 to 15 s). Raises ``StackError`` where something that it imports is missing."""
     try:
         group, result = attributes("rlinf.data.io_struct", "SeqGroupInfo", "RolloutResult")
-        with _standing_in():
+        with standing_in(_stand_ins()):
             (worker,) = attributes(_PACKAGE + ".sglang_worker", "SGLangWorker")
     except ImportError as error:
         raise missing_dependency("rlinf", version, error, RELEASE) from error
     return RLinf(worker=worker, group=group, result=result)
 
 
-@contextmanager
-def _standing_in() -> Iterator[None]:
-    """While inside, the names of ``_NAMES`` can be imported."""
-    before = {name: sys.modules.get(name) for name in _NAMES}
+def _stand_ins() -> dict[str, ModuleType]:
+    """Modules with the names of ``_NAMES``."""
     rollout: Any = importlib.import_module("rlinf.workers.rollout")
+    modules: dict[str, ModuleType] = {}
     for name, members in _NAMES.items():
-        module = ModuleType(name)
+        modules[name] = module = ModuleType(name)
         module.__path__ = [str(Path(folder) / "sglang") for folder in rollout.__path__] if name == _PACKAGE else []
         for member in members:
             setattr(module, member, type(member, (), {}))
-        sys.modules[name] = module
-    try:
-        yield
-    finally:
-        for name, earlier in before.items():
-            sys.modules.pop(name, None)
-            if earlier is not None:
-                sys.modules[name] = earlier
+    return modules

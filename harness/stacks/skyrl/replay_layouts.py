@@ -8,7 +8,6 @@ process group.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ import numpy as np
 
 from rollproof.contract import Rows
 from rollproof.errors import StackError
+from rollproof.importing import standing_in
 from rollproof.records import IntArray
 from rollproof.replay.layouts.layout import Layout
 from rollproof.replay.layouts.mesh import Mesh, Rank
@@ -106,7 +106,7 @@ def replay_utils() -> Any:
     root, base = Path(found.submodule_search_locations[0]), "skyrl.backends.skyrl_train"
     packing = _loaded(f"{base}.distributed.megatron.packing_utils", root / "backends/skyrl_train/distributed/megatron/packing_utils.py")
     around = {".".join(packing.__name__.split(".")[:n]): ModuleType("skyrl") for n in range(1, 6)}
-    with mock.patch.dict(sys.modules, {**around, packing.__name__: packing}):
+    with standing_in({**around, packing.__name__: packing}):
         return _loaded(f"{base}.utils.replay_utils", root / "backends/skyrl_train/utils/replay_utils.py")
 
 
