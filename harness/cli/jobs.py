@@ -119,7 +119,7 @@ class _SideBySide:
         if target is None or number is None:
             return
         self._busy[pipe] = number
-        with suppress(BrokenPipeError):  # a worker that died is told apart when its answer is read
+        with suppress(ConnectionError):  # a worker that died is told apart when its answer is read
             pipe.send(dict(target.recipe))
 
     def _take_all(self) -> None:
@@ -135,7 +135,7 @@ class _SideBySide:
         number = self._busy[pipe]
         try:
             message = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # the latter where it died before it read what it was given
             raise SubjectError(
                 f"The process that judged {self._targets[number].name} died (out of memory, or the subject ended it). "
                 "Run it with `--jobs 1` to see why."
@@ -239,12 +239,13 @@ def _work(pipe: Connection, settings: Settings) -> None:
             said = time.monotonic()
             pipe.send(progress)
 
-    with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+    # a parent that dies with messages unread resets the pipe, and does not just end it
+    with suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:
             recipe = pipe.recv()
             try:
                 pipe.send((False, *_packed(_judge(target_of_recipe(recipe), settings, tell))))
-            except (EOFError, BrokenPipeError):
+            except (EOFError, ConnectionError):
                 raise
             except Interrupted as interrupt:
                 pipe.send((True, *_packed(interrupt.reports[0])))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import shutil
 import socket
 import sys
@@ -26,7 +27,8 @@ __all__ = ["Host", "run_host"]
 
 _LINE_LIMIT = 1 << 28
 """Bytes of the longest line, as in ``rollproof.engines.process``."""
-_CALLER = os.getppid()
+_REMOVALS = 20
+"""Attempts to remove the folder: an engine that still starts in another thread may make files while they are removed."""
 
 
 class Host:
@@ -83,45 +85,68 @@ def run_host(
     run, for engines with a loop of their own.
     """
     channel = socket.socket(fileno=int(sys.argv[1]))
-    options = json.loads(channel.makefile("rb").readline())
-    threading.Thread(target=_watch_start, args=(channel,), daemon=True).start()
+    line = channel.dup()  # asyncio closes the other one with its streams, and the end of the line is looked for after that
     try:
-        host = make(options)
-    except EngineStartError as error:
-        _refuse(channel, str(error), told=True)
-    except Exception as error:  # noqa: BLE001 - whatever an engine raises when it starts is what the caller must read
-        traceback.print_exc()
-        _refuse(channel, f"{type(error).__name__}: {error}")
+        options = json.loads(channel.makefile("rb").readline())
+        threading.Thread(target=_watch_start, args=(channel, line), daemon=True).start()
+        try:
+            host = make(options)
+        except EngineStartError as error:
+            _refuse(channel, line, str(error), told=True)
+        except Exception as error:  # noqa: BLE001 - whatever an engine raises when it starts is what the caller must read
+            traceback.print_exc()
+            _refuse(channel, line, f"{type(error).__name__}: {error}")
 
-    async def serve() -> None:
-        await host.serve(channel)
+        async def serve() -> None:
+            await host.serve(channel)
 
-    channel.sendall(_line({"ready": True}))
-    if run is None:
-        asyncio.run(serve())
-    else:
-        run(host, serve)
-    leave()
+        channel.sendall(_line({"ready": True}))
+        if run is None:
+            asyncio.run(serve())
+        else:
+            run(host, serve)
+    finally:
+        if _has_ended(line):  # a caller that went before it said what to start, or an error that only its end brought about
+            leave(line)
+    leave(line)
 
 
-def leave() -> NoReturn:
-    """End this process and all that it started, with what they keep in shared memory and in the host's folder."""
+def leave(line: socket.socket) -> NoReturn:
+    """End this process and all that it started, with what they keep in shared memory and, if nobody else will, in the host's folder."""
     shared = shared_memory_of(os.getpid())
     end_session(os.getpid())
     for path in shared:
         Path(path).unlink(missing_ok=True)
-    if os.getppid() != _CALLER:  # the caller is gone, and cannot remove it
-        shutil.rmtree(os.environ["ROLLPROOF_ENGINE_FOLDER"], ignore_errors=True)
+    if _has_ended(line):  # the caller is gone, and cannot remove it
+        folder = Path(os.environ["ROLLPROOF_ENGINE_FOLDER"])
+        for _ in range(_REMOVALS):
+            shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                break
+            end_session(os.getpid())
     os._exit(0)
 
 
-def _refuse(channel: socket.socket, text: str, *, told: bool = False) -> NoReturn:
+def _has_ended(line: socket.socket) -> bool:
+    """Whether the caller has closed its end of the line, as the system does for one that dies.
+
+    That alone tells it. A process that dies closes its sockets before its children get another parent, so ``getppid`` may still name the
+    caller after its end was read here; and where it dies before this program has started, ``getppid`` never names it.
+    What is left to read does not hide the end from ``poll``, as it would from ``recv``.
+    """
+    poll = select.poll()
+    poll.register(line, 0)  # ends and errors are told always
+    return bool(poll.poll(0))
+
+
+def _refuse(channel: socket.socket, line: socket.socket, text: str, *, told: bool = False) -> NoReturn:
     """Say why there is no host; ``told`` where the text tells it all, so that nobody needs the end of the log."""
-    channel.sendall(_line({"error": text, "told": told}))
-    leave()
+    with contextlib.suppress(ConnectionError):  # nobody is there to be told, and what the engine started must end all the same
+        channel.sendall(_line({"error": text, "told": told}))
+    leave(line)
 
 
-def _watch_start(channel: socket.socket) -> None:
+def _watch_start(channel: socket.socket, line: socket.socket) -> None:
     """While the engine starts, nobody reads from the caller: end everything where the caller is gone."""
     try:
         if channel.recv(1, socket.MSG_PEEK):
@@ -130,7 +155,7 @@ def _watch_start(channel: socket.socket) -> None:
         return  # the engine started before this thread ran, and its loop, which made the socket so, sees the caller's end itself
     except OSError:
         pass  # the connection broke: as if it had ended
-    leave()
+    leave(line)
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

@@ -220,7 +220,7 @@ class EngineProcess:
             line = b""
         finally:
             first.cancel()
-        message = json.loads(line) if line else {}
+        message = json.loads(line) if line.endswith(b"\n") else {}  # a host that was killed may have said the half of it
         if "error" in message:
             said = f"{self.name} cannot be started: {message['error']}"
             raise EngineStartError(said if message.get("told") else f"{said}\n{self._tail()}")

@@ -32,6 +32,8 @@ Task: TypeAlias = "Callable[[int, int], Callable[[Any], Any]]"
 
 UNPICKLED = (pickle.PicklingError, AttributeError, TypeError)
 """What pickle raises for what it cannot pickle."""
+_UNMET = (EOFError, ConnectionError, FileNotFoundError, pickle.UnpicklingError)
+"""What a nursery meets where its parent is gone already: half a start or none, a socket where nobody listens, or no socket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +48,14 @@ class Said:
 
 def nurse(folder: Path) -> None:
     """The life of the nursery: import, then fork, kill and report until the parent closes the pipe."""
-    start = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the parent, which started this process
-    sys.path[:] = start["path"]
-    with Client(str(folder / "socket"), "AF_UNIX", authkey=start["key"]) as pipe:
+    try:
+        start = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the parent, which started this process
+        sys.path[:] = start["path"]
+        parent = Client(str(folder / "socket"), "AF_UNIX", authkey=start["key"])
+    except _UNMET:
+        shutil.rmtree(folder, ignore_errors=True)  # its owner was killed before it could hand it over
+        raise
+    with parent as pipe:
         children: dict[int, int] = {}
         fates: dict[int, int] = {}
         try:
@@ -137,8 +144,8 @@ def _live(rank: int, run: dict[str, Any], folder: Path, key: bytes) -> NoReturn:
             pipe.send(Said(failed=text, at=time.monotonic()))
 
     do: list[Callable[[Any], Any]] = []
+    threading.Thread(target=receive, daemon=True).start()  # before it joins: that waits for other ranks too, and they may be gone
     answer(lambda: do.append(_join(rank, run)))
-    threading.Thread(target=receive, daemon=True).start()
     while True:
         job = jobs.get()
         answer(lambda job=job: do[0](job))  # type: ignore[misc]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollproof.checks import default_registry
-from rollproof.cli.jobs import Settings, judge_all, processors
+from rollproof.cli.jobs import Settings, _SideBySide, _work, judge_all, processors
 from rollproof.cli.targets import Target, subject_target
 from rollproof.errors import SubjectError
 from rollproof.progress import Progress
@@ -119,6 +119,27 @@ def test_a_worker_that_dies_is_named(tmp_path: Path) -> None:
         judge_all([target("Collator"), target("Dies")], settings(tmp_path), silent, jobs=2)
 
     assert [] == multiprocessing.active_children()
+
+
+def test_a_worker_that_dies_before_it_reads_is_named() -> None:
+    """What it left unread resets the pipe, where otherwise it just ends."""
+    run = _SideBySide([target("Collator")], silent)
+    here, there = multiprocessing.Pipe()
+    with here:
+        run._give(here)
+        there.close()
+        with pytest.raises(SubjectError, match="The process that judged Collator died"):
+            run._take(here)
+
+
+def test_a_worker_ends_quietly_with_a_parent_that_read_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parent that was killed left messages unread, which resets the worker's pipe."""
+    monkeypatch.setattr("rollproof.cli.jobs.signal.signal", lambda *_: None)  # its handlers are not for this process
+    here, there = multiprocessing.Pipe()
+    with there:
+        there.send("unread")
+        here.close()
+        _work(there, settings(tmp_path))
 
 
 def test_a_processor_is_there() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rollproof.engines.process import EngineProcess
+from rollproof.engines.process import EngineProcess, _spawn
 from rollproof.errors import EngineDied, EngineHung, EngineRefused, EngineStartError
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes of a session are found in /proc, which is Linux's")
@@ -223,3 +223,15 @@ def test_nothing_is_left_when_the_caller_ends_during_a_start(how: signal.Signals
     assert hosts
     assert all(gone(host) for host in hosts)
     assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("said", [b"", b'{"start": ', b'{"start": "hang"}\n', b'{"start": "refuse"}\n', b'{"start": ""}\n'])
+def test_the_end_of_the_line_is_the_end_of_the_caller(said: bytes, tmp_path: Path) -> None:
+    """A caller whose line has ended while it still is the parent, as for a moment in every death, leaves nothing, however far it came."""
+    (tmp_path / "tmp").mkdir()
+    process, line = _spawn([sys.executable, "-m", "tests.support.echo_host"], tmp_path, {"PYTHONPATH": str(ROOT)})
+    with process, line:
+        line.sendall(said)
+        line.close()
+        process.wait(60)
+    assert not tmp_path.exists()

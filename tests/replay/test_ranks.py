@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -189,6 +190,16 @@ def test_nothing_is_left_running_when_the_parent_ends(ending: signal.Signals, tm
     while any(map(_runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert (2, []) == (len(pids), [pid for pid in pids if _runs(pid)])
+
+
+@pytest.mark.parametrize("start", [b"", pickle.dumps({})[:-1], pickle.dumps({"key": b"key", "path": sys.path})])
+def test_a_nursery_whose_parent_is_gone_removes_its_folder(start: bytes, tmp_path: Path) -> None:
+    """A parent that was killed before it said what to start, in the middle, or before it was met, leaves no folder."""
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    ended = subprocess.run([sys.executable, "-m", "rollproof.replay.forking", str(folder)], input=start, capture_output=True, check=False)
+    assert ended.returncode != 0
+    assert not folder.exists()
 
 
 def _runs(pid: int) -> bool:
