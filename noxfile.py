@@ -108,7 +108,7 @@ def upstream(session: nox.Session) -> None:
         done = ["rollproof", "verify", "--stack", spec, "--matrix", "--json", str(report), *arguments]
         session.run(*done, success_codes=[0, 1] if write else [0])
         if write:
-            session.run("python", str(ROOT / "docs" / "stacks_page.py"), str(report))
+            session.run("python", "-m", "tools.docs.stacks_page", str(report))
 
 
 @nox.session
@@ -137,7 +137,7 @@ def trainers(session: nox.Session) -> None:
         session.install("--no-deps", "verl==0.9.1", "skyrl==0.3.0", "nemo-automodel==0.7.0")
     install(session, "test")
     if session.posargs[:1] == ["--table"]:
-        session.run("python", "-W", "ignore", "-m", "rollproof.replay.megatron.table", *session.posargs[1:])
+        session.run("python", "-W", "ignore", "-m", "tools.judge_megatron_trainers", *session.posargs[1:])
         return
     # One process: the ranks that the tests fork are processes of their own.
     tests = ["tests/replay", "tests/stacks/test_replay_layouts.py", "tests/stacks/test_documented_commands.py"]
@@ -219,7 +219,7 @@ def types(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Check that the generated pages of docs/ say what the registries say; `-- --write` writes them anew."""
     install(session)
-    session.run("python", "docs/generate.py", *(session.posargs or ["--check"]))
+    session.run("python", "-m", "tools.docs.generate", *(session.posargs or ["--check"]))
 
 
 @nox.session

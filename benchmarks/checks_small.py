@@ -10,14 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from rollproof.case import Action, ActionKind, Case, Trigger
-from rollproof.checks import Check, Collector, RequestJudge, default_registry
-from rollproof.fakes.managers import REFERENCES
-from rollproof.judge import Tally, judge_events
-from rollproof.records import Request
-from rollproof.runner import run_case
-from rollproof.trace import Trace
-from rollproof.view import RequestView
+from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.records import Request
+from rollproof.core.trace import Trace
+from rollproof.fakes.clients.reference_clients import REFERENCES
+from rollproof.judging.checks import Check, Collector, RequestJudge, default_registry
+from rollproof.judging.judge import Tally, judge_events
+from rollproof.judging.request_view import RequestView
+from rollproof.verification.runner import run_case
 
 
 def four_calls(reference: str = "as-sampled-tokens") -> Trace:

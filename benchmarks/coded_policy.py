@@ -9,8 +9,8 @@ import json
 import time
 from collections.abc import Callable
 
-from rollproof.fakes.coded import CodedPolicy
-from rollproof.fakes.decoding import Decoder
+from rollproof.fakes.coded.decode import Decoder
+from rollproof.fakes.coded.policy import CodedPolicy
 
 _TOKENS = 100_000
 _LAYERS, _EXPERTS, _TOP_K = 48, 128, 8

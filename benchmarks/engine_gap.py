@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rollproof.engines.results import GAP_METRICS, gap_rows, save_results
-from rollproof.engines.rollout_gap import measure_rollout_gap
-from rollproof.engines.targets import REAL, engine_target
+from rollproof.engines.engine_targets import REAL, engine_target
+from rollproof.verification.engine_gap import measure_rollout_gap
+from tools.engine_results import GAP_METRICS, gap_rows, save_results
 
 MODEL = "qwen3_moe"
 

@@ -9,12 +9,12 @@ import argparse
 import asyncio
 import time
 
-from rollproof import clock
-from rollproof.case import EngineOptions, Model
-from rollproof.fakes.coded import CodedPolicy
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.flavours import FLAVOURS
-from rollproof.trace import Recorder
+from rollproof.core.case import EngineOptions, Model
+from rollproof.core.trace import Recorder
+from rollproof.fakes.coded.policy import CodedPolicy
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.flavours import FLAVOURS
+from rollproof.simulation import virtual_loop
 
 
 async def measured(calls: int, prompt: int, response: int, batch: int, update: bool) -> tuple[int, float]:
@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     best = 0.0
     for _ in range(3):
-        tokens, seconds = clock.run(lambda: measured(args.calls, args.prompt, args.response, args.batch, args.update))
+        tokens, seconds = virtual_loop.run(lambda: measured(args.calls, args.prompt, args.response, args.batch, args.update))
         best = max(best, tokens / seconds)
         print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s")
     print(f"best: {best:,.0f} tokens/s (goal 200,000)")

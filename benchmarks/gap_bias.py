@@ -2,7 +2,7 @@
 
 python benchmarks/gap_bias.py [--sets 1000] [--sequences 32] [--length 50]
 
-Tokens have 64 candidates whose two laws are known (``rollproof.fakes.gap``), so that every expectation is a sum. Told are the exact value,
+Tokens have 64 candidates whose two laws are known (``tests.support.gap_profiles``), so that every expectation is a sum. Told are the exact value,
 the mean of the estimates, and by how many of its standard errors over data sets that mean is off.
 """
 
@@ -13,10 +13,10 @@ import math
 
 import numpy as np
 
-from rollproof.fakes.gap import PROFILES, bank, noise_scale
 from rollproof.gap.metrics import METRICS
-from rollproof.gap.pairs import FloatArray, TokenPairs
 from rollproof.gap.sums import sequence_sums
+from rollproof.gap.token_pairs import FloatArray, TokenPairs
+from tests.support.gap_profiles import PROFILES, bank, noise_scale
 
 WINSOR = 2.0
 LOUDEST = 0.5

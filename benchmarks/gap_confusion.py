@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rollproof.fakes.gap_faults import GAP_FAULTS, gap_columns
 from rollproof.gap import measure
+from tests.support.gap_faults import GAP_FAULTS, gap_columns
 
 NUMERICS = "numerics only"
 EXPECTED = {

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.fakes.gap import PROFILES, bank, closed_form, noise_scale
 from rollproof.gap.buckets import bucketed
-from rollproof.gap.comparison import COMPARED, compare
 from rollproof.gap.intervals import Interval, Resampler, metric_interval
 from rollproof.gap.metrics import METRICS, Scale
-from rollproof.gap.pairs import FloatArray, TokenPairs
 from rollproof.gap.quantiles import MEDIAN, QUANTILES, batch_median, quantile_intervals
 from rollproof.gap.sums import PLACE, sequence_sums
+from rollproof.gap.token_pairs import FloatArray, TokenPairs
+from rollproof.gap.trainer_comparison import COMPARED, compare
+from tests.support.gap_profiles import PROFILES, bank, closed_form, noise_scale
 
 RESUMED = 0.02
 """Share of the tokens that stand at a resume, for the buckets: 10 of 500."""

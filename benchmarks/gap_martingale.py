@@ -21,9 +21,9 @@ import numpy as np
 from martingale.diagnostics import attribute, decompose, diagnosis
 from martingale.record import Recorder, SamplerConfig
 
-from rollproof.fakes.gap import PROFILES, closed_form, noise_scale
-from rollproof.fakes.gap_faults import GAP_FAULTS, GapWorld, gap_columns
 from rollproof.gap import measure
+from tests.support.gap_faults import GAP_FAULTS, GapWorld, gap_columns
+from tests.support.gap_profiles import PROFILES, closed_form, noise_scale
 
 
 def ledger(columns: dict[str, Any], folder: Path) -> Any:

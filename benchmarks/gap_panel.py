@@ -13,9 +13,9 @@ import numpy as np
 
 from rollproof.gap.intervals import Resampler, metric_interval
 from rollproof.gap.metrics import METRICS
-from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.quantiles import batch_median, quantile_intervals
 from rollproof.gap.sums import sequence_sums
+from rollproof.gap.token_pairs import TokenPairs
 
 
 def main() -> None:

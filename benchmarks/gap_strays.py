@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from gap_coverage import pool
 
-from rollproof.fakes.gap import PROFILES, closed_form, noise_scale
-from rollproof.fakes.gap_faults import GapWorld, gap_columns
-from rollproof.gap.column_causes import beside_usual
-from rollproof.gap.pairs import TokenPairs
-from rollproof.gap.strays import other_versions, tilted, torn
+from rollproof.gap.diagnosis.outliers import other_versions, tilted, torn
+from rollproof.gap.diagnosis.rules_columns import beside_usual
+from rollproof.gap.token_pairs import TokenPairs
+from tests.support.gap_faults import GapWorld, gap_columns
+from tests.support.gap_profiles import PROFILES, closed_form, noise_scale
 
 LENGTH = 500
 SHAPES = ((64, 500, 0.5), (256, 200, 0.5), (16, 4000, 0.5), (64, 500, 1.0))

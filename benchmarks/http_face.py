@@ -73,8 +73,8 @@ def pinned(*cores: int) -> None:
 
 def run_face(pipe: Connection, face: str, trace: str | None, *, routes: bool) -> None:
     """Serve a face on a free port; tells the port."""
-    from rollproof.case import EngineOptions
-    from rollproof.fakes.http.backing import Backing, ServeOptions
+    from rollproof.core.case import EngineOptions
+    from rollproof.fakes.http.engine_backend import Backing, ServeOptions
     from rollproof.fakes.http.serving import bound_socket, serve_forever
     from rollproof.store import TraceWriter
 
@@ -93,10 +93,10 @@ def run_least(pipe: Connection) -> None:
     """Serve what a face cannot do without: the body is read, a reply drawn and written. No engine, nothing is checked or recorded."""
     import uvicorn
 
-    from rollproof.fakes.coded import CodedPolicy
-    from rollproof.fakes.http.bodies import dumped, text_of
+    from rollproof.fakes.coded.policy import CodedPolicy
+    from rollproof.fakes.http.request_body import dumped, text_of
+    from rollproof.fakes.http.routes_encoding import as_int32
     from rollproof.fakes.http.serving import _fast_loop, _rare_collections, bound_socket
-    from rollproof.fakes.http.wire import as_int32
 
     policy = CodedPolicy.from_model(_model(48), 0)
 
@@ -121,7 +121,7 @@ def run_least(pipe: Connection) -> None:
 
 
 def _model(layers: int) -> Any:
-    from rollproof.case import Model
+    from rollproof.core.case import Model
 
     return Model(num_layers=layers, moe_layers=tuple(range(layers)), num_experts=128, top_k=8, vocab=150_000)
 

@@ -9,12 +9,12 @@ import sys
 import time
 from collections import Counter
 
-from rollproof.checks import default_registry
-from rollproof.fakes.laying import MegatronLike
-from rollproof.judge import judge
-from rollproof.replay.laid import Laid
-from rollproof.replay.layouts.cases import layout_calls
-from rollproof.replay.layouts.judging import judge_layouts, record_layouts
+from rollproof.core.events.layouts import Laid
+from rollproof.fakes.trainers.reference_layouts import MegatronLike
+from rollproof.judging.checks import default_registry
+from rollproof.judging.judge import judge
+from rollproof.layouts.layout_cases import layout_calls
+from rollproof.verification.layouts import judge_layouts, record_layouts
 
 
 def main(profile: str = "pr") -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 import time
 
-from rollproof.checks import default_registry
-from rollproof.fakes.replay_references import REFERENCES
-from rollproof.judge import Tally, judge, judge_events
-from rollproof.replay.driving import drive_episode, record_replay
+from rollproof.core.trace import Header, Recorder
+from rollproof.fakes.trainers.reference_trainers import REFERENCES
+from rollproof.judging.checks import default_registry
+from rollproof.judging.judge import Tally, judge, judge_events
+from rollproof.replay.driver import drive_episode, record_replay
 from rollproof.replay.plans import random_episode
-from rollproof.trace import Header, Recorder
 
 CHECKS = default_registry().select(["replay"])
 

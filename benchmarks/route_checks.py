@@ -16,12 +16,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rollproof.checks import Registry, Verdict
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
+from rollproof.core.trace import Admit, Call, Event, Header, Reply, Result, Submit, Weights
 from rollproof.invariants.routes import CHECKS
-from rollproof.judge import Judge, Tally
-from rollproof.records import EngineOutput, FinishReason, Request, Rollout, Span
-from rollproof.trace import Admit, Call, Event, Header, Reply, Result, Submit, Weights
+from rollproof.judging.checks import Registry, Verdict
+from rollproof.judging.judge import Judge, Tally
 
 LAYERS, TOP_K, EXPERTS = 48, 8, 128
 CONTRACT = Contract(

@@ -11,12 +11,12 @@ import os
 import sys
 import time
 
-from rollproof.checks import default_registry
-from rollproof.fakes.managers import REFERENCES
-from rollproof.judge import Tally, judge_events
-from rollproof.probing import probe
-from rollproof.runner import run_case
-from rollproof.schedules import small_scope
+from rollproof.fakes.clients.reference_clients import REFERENCES
+from rollproof.judging.checks import default_registry
+from rollproof.judging.judge import Tally, judge_events
+from rollproof.verification.contract_probe import probe
+from rollproof.verification.runner import run_case
+from rollproof.verification.schedules import small_scope
 
 
 def main(reference: str = "as-sampled", flavour: str = "vllm") -> None:

@@ -11,12 +11,13 @@ import time
 
 import numpy as np
 
-from rollproof.checks import Registry
-from rollproof.contract import Contract
-from rollproof.invariants import stitch, versions
-from rollproof.judge import judge
-from rollproof.records import EngineOutput, FinishReason, Request, Rollout, Span
-from rollproof.trace import Admit, Call, Event, Header, Reply, Result, Submit, Trace, Weights
+from rollproof.core.contract import Contract
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
+from rollproof.core.trace import Admit, Call, Event, Header, Reply, Result, Submit, Trace, Weights
+from rollproof.invariants.stitch import samples
+from rollproof.invariants.versions import sample_tags
+from rollproof.judging.checks import Registry
+from rollproof.judging.judge import judge
 
 CONTRACT = Contract(
     rows="none", resume="client", versions="token", logprobs="raw", abort_surfaces=False, kv_policy="recompute", loss_mask=True
@@ -62,7 +63,7 @@ def rollouts(requests: int, calls: int, tokens: int) -> Trace:
 
 def main() -> None:
     """Print the table."""
-    registry = Registry([*stitch.CHECKS, *versions.CHECKS])
+    registry = Registry([*samples.CHECKS, *sample_tags.CHECKS])
     for requests, calls, tokens in ((1, 1, 1_000_000), (1, 20, 50_000), (100, 10, 1_000), (1_000, 4, 250)):
         trace = rollouts(requests, calls, tokens)
         start = time.process_time()

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rollproof.contract import Contract
-from rollproof.records import EngineOutput, FinishReason
+from rollproof.core.contract import Contract
+from rollproof.core.records import EngineOutput, FinishReason
+from rollproof.core.trace import Admit, Event, Header, Reply, Trace
 from rollproof.store import TraceReader, TraceWriter, dump_trace, load_trace
 from rollproof.store.columns import validate
 from rollproof.store.stream import Stream, open_file
-from rollproof.trace import Admit, Event, Header, Reply, Trace
 
 TOKENS, LAYERS, TOP_K = 512, 48, 8
 CONTRACT = Contract(rows="none", resume="client", versions="none", logprobs="raw", abort_surfaces=False, kv_policy="recompute")  # type: ignore[arg-type]

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from rollproof.engines.gpus import GpuFindings, find_gpus, shared
 from rollproof.errors import RollproofError, UsageError
-from rollproof.gpu_suites.claiming import Claim
-from rollproof.gpu_suites.gate import GpuFindings, find_gpus, shared
-from rollproof.gpu_suites.given import check_given
-from rollproof.gpu_suites.hardware import MemoryWatch, described
-from rollproof.gpu_suites.needs import MARKERS, needs_of, unmet
-from rollproof.gpu_suites.reporting import RunReport
-from rollproof.gpu_suites.scorers import empty_cuda
-from rollproof.gpu_suites.spending import Part, Spending
+from rollproof.gpu_suites.gap.scorers import empty_cuda
+from rollproof.gpu_suites.gpu_lock import Claim
+from rollproof.gpu_suites.report.hardware import MemoryWatch, described
+from rollproof.gpu_suites.report.run_report import RunReport
+from rollproof.gpu_suites.requirements import MARKERS, needs_of, unmet
+from rollproof.gpu_suites.timing import Part, Spending
+from rollproof.gpu_suites.user_options import check_given
 from rollproof.plugin import STATE
 
 _BEGAN = time.perf_counter()

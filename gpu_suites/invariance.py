@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 import numpy as np
 
-from rollproof.engine_terms import StreamMode
-from rollproof.engines.asks import EngineSettings, Query
+from rollproof.core.engine_contract import StreamMode
+from rollproof.core.engine_protocol import EngineSettings, Query
+from rollproof.core.records import EngineOutput, Scalar
+from rollproof.core.subjects import EngineSubject
 from rollproof.errors import EngineError
-from rollproof.records import EngineOutput, Scalar
-from rollproof.subjects import EngineSubject
 
 __all__ = ["INVARIANT", "Alone", "Mode", "alone_and_beside"]
 

@@ -7,16 +7,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rollproof.contract import KvPolicy, Provenance
-from rollproof.engine_terms import PauseMode
-from rollproof.engines.attribution import attributed
-from rollproof.engines.bench import Asked, Bench, Serving
-from rollproof.engines.conformance import EngineRun, EngineTarget, judged
+from rollproof.core.contract import KvPolicy, Provenance
+from rollproof.core.engine_contract import PauseMode
+from rollproof.core.records import FinishReason
+from rollproof.core.trace import Trace
 from rollproof.engines.experiments import Setting
+from rollproof.engines.session import Asked, Bench, Serving
+from rollproof.engines.version_attribution import attributed
 from rollproof.errors import EngineError
-from rollproof.records import FinishReason
-from rollproof.report import Report
-from rollproof.trace import Trace
+from rollproof.judging.report import Report
+from rollproof.verification.engines import EngineRun, EngineTarget, judged
 
 __all__ = ["Load", "judge_load", "run_load"]
 
@@ -74,7 +74,7 @@ def judge_load(
                 await engine.stop()
 
     if target.virtual:
-        from rollproof.clock import run as on_virtual_clock
+        from rollproof.simulation.virtual_loop import run as on_virtual_clock
 
         run.traces.append(on_virtual_clock(main))
     else:

@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.engines.asks import EngineSettings
-from rollproof.engines.conformance import EngineRun
+from rollproof.core.engine_protocol import EngineSettings
+from rollproof.engines.gpus import shared
 from rollproof.errors import EngineDied, EngineHung, EngineStartError
 from rollproof.fakes.tiny_models import make_checkpoint
-from rollproof.gpu_suites.breaking import break_children, engine_host, engine_runs
-from rollproof.gpu_suites.engines import PARALLEL, VARIANTS, gap_engine, gpu_target, known_of, on_gpu
-from rollproof.gpu_suites.gate import shared
-from rollproof.gpu_suites.hardware import MemoryWatch
+from rollproof.gpu_suites.checkpoints import SIZES, few_threads
+from rollproof.gpu_suites.engine_variants import PARALLEL, VARIANTS, gap_engine, gpu_target, known_of, on_gpu
+from rollproof.gpu_suites.gap.engine_rollouts import Sample, bounded, prompts_of, sample
 from rollproof.gpu_suites.invariance import INVARIANT, Alone, alone_and_beside
-from rollproof.gpu_suites.judging import judge_engine, spent_on
+from rollproof.gpu_suites.known_engine_failures import judge_engine, spent_on
 from rollproof.gpu_suites.load import judge_load
-from rollproof.gpu_suites.models import SIZES, few_threads
-from rollproof.gpu_suites.needs import installed
-from rollproof.gpu_suites.reporting import RunReport
-from rollproof.gpu_suites.rollouts import Sample, bounded, prompts_of, sample
-from rollproof.gpu_suites.spending import Part
-from rollproof.report import Report
+from rollproof.gpu_suites.process_faults import break_children, engine_host, engine_runs
+from rollproof.gpu_suites.report.hardware import MemoryWatch
+from rollproof.gpu_suites.report.run_report import RunReport
+from rollproof.gpu_suites.requirements import installed
+from rollproof.gpu_suites.timing import Part
+from rollproof.judging.report import Report
+from rollproof.verification.engines import EngineRun
 
 ENGINES: list[Any] = [
     pytest.param("vllm", marks=pytest.mark.engine("vllm", ">=0.22")),

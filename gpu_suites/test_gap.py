@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from rollproof.gpu_suites.engines import NO_FLOAT32, VARIANTS
-from rollproof.gpu_suites.gate import GpuFindings
-from rollproof.gpu_suites.matrix import Cell, Routed, measure_cell
-from rollproof.gpu_suites.models import fits, given_models, make_models
-from rollproof.gpu_suites.needs import free_gpus, needs_of, unmet
-from rollproof.gpu_suites.ranked_scorer import Division, RankedScorer, scorer_ranks
-from rollproof.gpu_suites.reporting import RunReport
-from rollproof.gpu_suites.sampling import Rollouts
-from rollproof.gpu_suites.scorers import GivenScorer, HfScorer, Scorer
-from rollproof.gpu_suites.spending import Part
-from rollproof.gpu_suites.trainers import GAP_MEGATRON, GAP_RANKED, GAP_TRAINERS
+from rollproof.engines.gpus import GpuFindings
+from rollproof.gpu_suites.checkpoints import fits, given_models, make_models
+from rollproof.gpu_suites.engine_variants import NO_FLOAT32, VARIANTS
+from rollproof.gpu_suites.gap.gap_matrix import Cell, Routed, measure_cell
+from rollproof.gpu_suites.gap.ranked_scorer import Division, RankedScorer, scorer_ranks
+from rollproof.gpu_suites.gap.sampled_units import Rollouts
+from rollproof.gpu_suites.gap.scorers import GivenScorer, HfScorer, Scorer
+from rollproof.gpu_suites.report.run_report import RunReport
+from rollproof.gpu_suites.requirements import free_gpus, needs_of, unmet
+from rollproof.gpu_suites.timing import Part
+from rollproof.gpu_suites.trainer_setups import GAP_MEGATRON, GAP_RANKED, GAP_TRAINERS
 from rollproof.plugin import STATE
 
 LIMITS: dict[str, dict[Routed, str]] = {
@@ -138,8 +138,8 @@ def scorer_of(rollouts: Rollouts) -> Iterator[Callable[..., Scorer]]:
                 return RankedScorer(division, rollouts.checkpoints, dtype, started("hf", scorer_ranks), size)
             if name not in GAP_MEGATRON:
                 return GivenScorer(name, rollouts.checkpoints, dtype)
-            from rollproof.gpu_suites.megatron_scorer import MegatronScorer
-            from rollproof.replay.megatron.subject import megatron_ranks
+            from rollproof.gpu_suites.gap.megatron_scorer import MegatronScorer
+            from rollproof.replay.megatron.megatron_trainer import megatron_ranks
 
             return MegatronScorer(rollouts.checkpoints, dtype, started("megatron", megatron_ranks), **GAP_MEGATRON[name])
 

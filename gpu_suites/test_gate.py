@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rollproof.gpu_suites.gate import GpuFindings, device_files
+from rollproof.engines.gpus import GpuFindings, device_files
 
 
 def test_the_driver_and_the_device_files_agree(rollproof_gpus: GpuFindings) -> None:

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.gpu_suites.gate import shared
-from rollproof.gpu_suites.hardware import MemoryWatch
-from rollproof.gpu_suites.judging import COARSE, told
-from rollproof.gpu_suites.reporting import RunReport
-from rollproof.gpu_suites.scorers import empty_cuda
-from rollproof.gpu_suites.spending import Part, Stopwatch
-from rollproof.gpu_suites.trainers import MEGATRON_SETUPS, single_process, summing_on_gpus
-from rollproof.replay.events import Action, Outcome, Purpose, Step
-from rollproof.replay.judging import judge_replay
-from rollproof.replay.megatron.setups import Setup
-from rollproof.replay.ranks import RankError, Ranks
-from rollproof.replay.samples import make_samples
-from rollproof.replay.spy import Spy
-from rollproof.replay.terms import Recompute
-from rollproof.report import Report
+from rollproof.core.events.replay import Action, Outcome, Purpose, Step
+from rollproof.core.replay_contract import Recompute
+from rollproof.core.router_spy import Spy
+from rollproof.engines.gpus import shared
+from rollproof.gpu_suites.gap.scorers import empty_cuda
+from rollproof.gpu_suites.known_engine_failures import COARSE, told
+from rollproof.gpu_suites.report.hardware import MemoryWatch
+from rollproof.gpu_suites.report.run_report import RunReport
+from rollproof.gpu_suites.timing import Part, Stopwatch
+from rollproof.gpu_suites.trainer_setups import MEGATRON_SETUPS, single_process, summing_on_gpus
+from rollproof.judging.report import Report
+from rollproof.replay.megatron.megatron_setups import Setup
+from rollproof.replay.process_group import RankError, Ranks
+from rollproof.replay.replay_samples import make_samples
+from rollproof.verification.replay import judge_replay
 
 pytestmark: list[pytest.MarkDecorator] = [pytest.mark.memory(8), pytest.mark.engine("torch", ">=2.6"), pytest.mark.filterwarnings("ignore")]
 megatron: pytest.MarkDecorator = pytest.mark.engine("megatron", ">=0.16")
@@ -83,9 +83,9 @@ def repeatable() -> Iterator[None]:
 @pytest.mark.usefixtures("repeatable")
 def test_hf(name: str, rollproof_run: RunReport) -> None:
     """``hf_replay`` keeps every promise of replay on a GPU."""
+    from rollproof.replay.hf.hf_replay_trainer import HfTrainer
+    from rollproof.replay.hf.hf_setups import Setup as HfSetup
     from rollproof.replay.hf.inputs import Layout
-    from rollproof.replay.hf.setups import Setup as HfSetup
-    from rollproof.replay.hf.trainer import HfTrainer
 
     options: dict[str, Any] = {**HF[name], "device": "cuda"}
     if "layout" in options:
@@ -99,8 +99,8 @@ def test_hf(name: str, rollproof_run: RunReport) -> None:
 @pytest.mark.parametrize("name", RANKED)
 def test_hf_on_several(name: str, ranks: int, rollproof_run: RunReport) -> None:
     """So it does under FSDP2 and DDP over NCCL."""
-    from rollproof.replay.hf.ranked import RankedHfTrainer, hf_ranks
-    from rollproof.replay.hf.setups import Setup as HfSetup
+    from rollproof.replay.hf.hf_setups import Setup as HfSetup
+    from rollproof.replay.hf.ranked_trainer import RankedHfTrainer, hf_ranks
 
     options: dict[str, Any] = {**RANKED[name], "device": "cuda", "samples": ranks}
     with hf_ranks(cuda=True) as started:
@@ -135,7 +135,7 @@ def _by_gpus() -> list[Any]:
 @pytest.fixture(scope="module")
 def megatron_on_gpus() -> Iterator[Any]:
     """Ranks that all tests of Megatron share."""
-    from rollproof.replay.megatron.subject import megatron_ranks
+    from rollproof.replay.megatron.megatron_trainer import megatron_ranks
 
     with megatron_ranks(cuda=True) as started:
         yield started
@@ -148,7 +148,7 @@ def test_megatron(setup: Setup, megatron_on_gpus: Any, rollproof_run: RunReport)
 
     What all ranks recorded, merged, is what one GPU records, id for id; replayed in place it changes no logprob by a bit.
     """
-    from rollproof.replay.megatron.subject import MegatronTrainer
+    from rollproof.replay.megatron.megatron_trainer import MegatronTrainer
 
     told(timed(lambda: MegatronTrainer(setup, megatron_on_gpus), f"megatron {setup.name}", rollproof_run, parallel=setup.words))
     with rollproof_run.spending.on(Part.TRAINING):

@@ -10,20 +10,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollproof.batching import judge_batches as judge_batches
-    from rollproof.campaign import run_conformance as run_conformance
-    from rollproof.case import Action as Action
-    from rollproof.case import ActionKind as ActionKind
-    from rollproof.case import Case as Case
-    from rollproof.case import Trigger as Trigger
-    from rollproof.checks import Check as Check
-    from rollproof.checks import CheckResult as CheckResult
-    from rollproof.checks import Collector as Collector
-    from rollproof.checks import Finding as Finding
-    from rollproof.checks import Verdict as Verdict
-    from rollproof.checks import request_check as request_check
-    from rollproof.checks import trace_check as trace_check
-    from rollproof.contract import Contract as Contract
+    from rollproof.core.case import Action as Action
+    from rollproof.core.case import ActionKind as ActionKind
+    from rollproof.core.case import Case as Case
+    from rollproof.core.case import Trigger as Trigger
+    from rollproof.core.contract import Contract as Contract
+    from rollproof.core.records import BatchRow as BatchRow
+    from rollproof.core.records import EngineOutput as EngineOutput
+    from rollproof.core.records import FinishReason as FinishReason
+    from rollproof.core.records import Request as Request
+    from rollproof.core.records import Rollout as Rollout
+    from rollproof.core.records import Span as Span
+    from rollproof.core.subjects import BatchSubject as BatchSubject
+    from rollproof.core.subjects import EngineSubject as EngineSubject
+    from rollproof.core.subjects import ReplaySubject as ReplaySubject
+    from rollproof.core.subjects import RolloutSubject as RolloutSubject
+    from rollproof.core.trace import PauseMode as PauseMode
+    from rollproof.core.trace import Trace as Trace
     from rollproof.errors import CaseError as CaseError
     from rollproof.errors import ConformanceError as ConformanceError
     from rollproof.errors import ContractError as ContractError
@@ -35,42 +38,39 @@ if TYPE_CHECKING:
     from rollproof.errors import TraceError as TraceError
     from rollproof.errors import TraceVersionError as TraceVersionError
     from rollproof.errors import UsageError as UsageError
-    from rollproof.fakes.engine import FakeEngine as FakeEngine
-    from rollproof.fakes.fleet import Fleet as Fleet
-    from rollproof.lending import lend as lend
-    from rollproof.recording import EngineCall as EngineCall
-    from rollproof.recording import Recording as Recording
-    from rollproof.recording import record as record
-    from rollproof.records import BatchRow as BatchRow
-    from rollproof.records import EngineOutput as EngineOutput
-    from rollproof.records import FinishReason as FinishReason
-    from rollproof.records import Request as Request
-    from rollproof.records import Rollout as Rollout
-    from rollproof.records import Span as Span
-    from rollproof.replay.layouts.judging import judge_layouts as judge_layouts
-    from rollproof.replay.layouts.subject import LayoutSubject as LayoutSubject
-    from rollproof.replay.layouts.subject import layout_function as layout_function
-    from rollproof.report import Report as Report
-    from rollproof.subjects import BatchSubject as BatchSubject
-    from rollproof.subjects import EngineSubject as EngineSubject
-    from rollproof.subjects import ReplaySubject as ReplaySubject
-    from rollproof.subjects import RolloutSubject as RolloutSubject
-    from rollproof.suites import BatchConformance as BatchConformance
-    from rollproof.suites import EngineConformance as EngineConformance
-    from rollproof.suites import ReplayConformance as ReplayConformance
-    from rollproof.suites import ReplayLayoutConformance as ReplayLayoutConformance
-    from rollproof.suites import RolloutConformance as RolloutConformance
-    from rollproof.suites import conformance as conformance
-    from rollproof.trace import PauseMode as PauseMode
-    from rollproof.trace import Trace as Trace
+    from rollproof.fakes.engine.fake_engine import FakeEngine as FakeEngine
+    from rollproof.fakes.engine.fleet import Fleet as Fleet
+    from rollproof.judging.checks import Check as Check
+    from rollproof.judging.checks import CheckResult as CheckResult
+    from rollproof.judging.checks import Collector as Collector
+    from rollproof.judging.checks import Finding as Finding
+    from rollproof.judging.checks import Verdict as Verdict
+    from rollproof.judging.checks import request_check as request_check
+    from rollproof.judging.checks import trace_check as trace_check
+    from rollproof.judging.report import Report as Report
+    from rollproof.layouts.layout_subject import LayoutSubject as LayoutSubject
+    from rollproof.layouts.layout_subject import layout_function as layout_function
+    from rollproof.pytest_plugin.decorators import BatchConformance as BatchConformance
+    from rollproof.pytest_plugin.decorators import EngineConformance as EngineConformance
+    from rollproof.pytest_plugin.decorators import ReplayConformance as ReplayConformance
+    from rollproof.pytest_plugin.decorators import ReplayLayoutConformance as ReplayLayoutConformance
+    from rollproof.pytest_plugin.decorators import RolloutConformance as RolloutConformance
+    from rollproof.pytest_plugin.decorators import conformance as conformance
+    from rollproof.recording.recorder import EngineCall as EngineCall
+    from rollproof.recording.recorder import Recording as Recording
+    from rollproof.recording.recorder import record as record
+    from rollproof.simulation.mutation_guard import lend as lend
+    from rollproof.verification.batches import judge_batches as judge_batches
+    from rollproof.verification.layouts import judge_layouts as judge_layouts
+    from rollproof.verification.rollouts import run_conformance as run_conformance
 
 # A name here must not be that of a submodule: importing the submodule would put the module in the name's place.
 _HOMES = {
-    "batching": ("judge_batches",),
-    "campaign": ("run_conformance",),
-    "case": ("Action", "ActionKind", "Case", "Trigger"),
-    "checks": ("Check", "CheckResult", "Collector", "Finding", "Verdict", "request_check", "trace_check"),
-    "contract": ("Contract",),
+    "verification.batches": ("judge_batches",),
+    "verification.rollouts": ("run_conformance",),
+    "core.case": ("Action", "ActionKind", "Case", "Trigger"),
+    "judging.checks": ("Check", "CheckResult", "Collector", "Finding", "Verdict", "request_check", "trace_check"),
+    "core.contract": ("Contract",),
     "errors": (
         "CaseError",
         "ConformanceError",
@@ -84,16 +84,16 @@ _HOMES = {
         "TraceVersionError",
         "UsageError",
     ),
-    "fakes.engine": ("FakeEngine",),
-    "fakes.fleet": ("Fleet",),
-    "lending": ("lend",),
-    "recording": ("EngineCall", "Recording", "record"),
-    "records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
-    "replay.layouts.judging": ("judge_layouts",),
-    "replay.layouts.subject": ("LayoutSubject", "layout_function"),
-    "report": ("Report",),
-    "subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
-    "suites": (
+    "fakes.engine.fake_engine": ("FakeEngine",),
+    "fakes.engine.fleet": ("Fleet",),
+    "simulation.mutation_guard": ("lend",),
+    "recording.recorder": ("EngineCall", "Recording", "record"),
+    "core.records": ("BatchRow", "EngineOutput", "FinishReason", "Request", "Rollout", "Span"),
+    "verification.layouts": ("judge_layouts",),
+    "layouts.layout_subject": ("LayoutSubject", "layout_function"),
+    "judging.report": ("Report",),
+    "core.subjects": ("BatchSubject", "EngineSubject", "ReplaySubject", "RolloutSubject"),
+    "pytest_plugin.decorators": (
         "BatchConformance",
         "EngineConformance",
         "ReplayConformance",
@@ -101,7 +101,7 @@ _HOMES = {
         "RolloutConformance",
         "conformance",
     ),
-    "trace": ("PauseMode", "Trace"),
+    "core.trace": ("PauseMode", "Trace"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

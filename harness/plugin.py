@@ -1,7 +1,7 @@
 """pytest plugin of rollproof: options, fixtures, hand-over between xdist workers, and the closing summary.
 
 PYTEST_DONT_REWRITE: every pytest session imports this module, also those that never use it, so it imports nothing
-beyond pytest and the standard library, and holds no assertion (budget: 10 ms and 5 modules; tests/doors/test_overhead.py).
+beyond pytest and the standard library, and holds no assertion (budget: 10 ms and 5 modules; tests/pytest_plugin/test_overhead.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import pytest
 
 if TYPE_CHECKING:
     from rollproof.gap import GapReport
-    from rollproof.recording import Recording
-    from rollproof.report import Report
+    from rollproof.judging.report import Report
+    from rollproof.recording.recorder import Recording
 
 __all__ = ["OPTIONS", "PROFILES", "STATE", "Option", "Settings", "State"]
 
 PROFILES = ("pr", "nightly", "soak")
-"""Names of the profiles; ``rollproof.schedules`` says what they run."""
+"""Names of the profiles; ``rollproof.verification.schedules`` says what they run."""
 _UNKNOWN = ("fail", "skip")
 _UNDECIDED = ("rollproof_verdict", "unknown")
 
@@ -179,9 +179,9 @@ def _path(config: pytest.Config, dest: str) -> str | None:
 
 def _check_names(settings: Settings) -> None:
     """Refuse checks that do not exist and a file of expected failures that cannot be used."""
-    from rollproof.checks import default_registry
     from rollproof.errors import RollproofError
-    from rollproof.expected import ExpectedFailures
+    from rollproof.judging.checks import default_registry
+    from rollproof.verification.expected_failures import ExpectedFailures
 
     if settings.expected is None and settings.accept:
         raise pytest.UsageError("--rollproof-accept rewrites the file of expected failures: say which one with --rollproof-expected=FILE.")
@@ -197,8 +197,8 @@ def _check_places(settings: Settings) -> None:
     """Refuse files that cannot be written to, before the session and not at its end."""
     from pathlib import Path
 
+    from rollproof.core.files import check_target
     from rollproof.errors import UsageError
-    from rollproof.files import check_target
 
     try:
         for place in (settings.report, settings.expected if settings.accept else None):
@@ -218,7 +218,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if hasattr(metafunc.function, "_rollproof_suite"):
-        from rollproof.items import parametrize
+        from rollproof.pytest_plugin.items import parametrize
 
         parametrize(metafunc)
 
@@ -226,7 +226,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
     if hasattr(pyfuncitem.function, "_rollproof_suite"):
-        from rollproof.items import run_item
+        from rollproof.pytest_plugin.items import run_item
 
         run_item(pyfuncitem)
 
@@ -247,7 +247,7 @@ def rollproof_profile(pytestconfig: pytest.Config) -> str:
 @pytest.fixture(scope="session")
 def rollproof_seed(pytestconfig: pytest.Config) -> int:
     """The seed in force: the option, else the profile's own, else one drawn for this session."""
-    from rollproof.items import seed_of
+    from rollproof.pytest_plugin.items import seed_of
 
     state = pytestconfig.stash[STATE]
     return seed_of(state, state.settings.profile)
@@ -281,7 +281,7 @@ def rollproof_record(request: pytest.FixtureRequest) -> Callable[..., Recording]
 
     ``only`` is the session's ``--rollproof-only`` unless the test gives its own.
     """
-    from rollproof.recording import record
+    from rollproof.recording.recorder import record
 
     state = request.config.stash[STATE]
 
@@ -301,7 +301,7 @@ def rollproof_replay(request: pytest.FixtureRequest, rollproof_profile: str, rol
     Profile and seed are those of the session; the verdicts appear in its summary and report, under the test's own id. Raises
     ``ConformanceError`` with the findings of checks that fail.
     """
-    from rollproof.replay.judging import judge_replay, raise_for_failures
+    from rollproof.verification.replay import judge_replay, raise_for_failures
 
     state = request.config.stash[STATE]
 
@@ -320,7 +320,7 @@ def _only(state: State, about: str) -> tuple[str, ...]:
     """The checks that the session is limited to among those of one kind of subject; skips the test where it has none."""
     if not state.settings.only:
         return ()
-    from rollproof.checks import default_registry
+    from rollproof.judging.checks import default_registry
 
     ids = tuple(check.id for check in default_registry().select(state.settings.only) if check.judges(about))
     if not ids:
@@ -356,7 +356,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             # As text: what to_dict holds need not be of the exact builtin types that execnet takes.
             session.config.workeroutput["rollproof"] = json.dumps(state.reports)  # type: ignore[attr-defined]  # set by xdist in its workers
     elif state.settings.report or state.settings.accept:
-        from rollproof.items import write_files
+        from rollproof.pytest_plugin.items import write_files
 
         state.closing, whole = write_files(state)
         if not whole and session.exitstatus == pytest.ExitCode.OK:
@@ -367,7 +367,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     state = terminalreporter.config.stash.get(STATE, None)
     if state is None or not (state.reports or state.closing):
         return
-    from rollproof.console import report_lines
+    from rollproof.reporting.text import report_lines
 
     terminalreporter.section("rollproof")
     verbose = terminalreporter.config.get_verbosity() > 0

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from rollproof.checks import Check
-from rollproof.invariants import batch, engines, layout, lifecycle, replay, routes, stitch, versions, weights
+from rollproof.invariants import engine, layout, routes
+from rollproof.invariants.batch import fields
+from rollproof.invariants.lifecycle import endings
+from rollproof.invariants.replay import executed_routes
+from rollproof.invariants.stitch import samples
+from rollproof.invariants.versions import sample_tags
+from rollproof.invariants.weights import in_flight
+from rollproof.judging.checks import Check
 
 __all__ = ["CHECKS"]
 
 _OWN: tuple[Check, ...] = (
-    *stitch.CHECKS,
+    *samples.CHECKS,
     *routes.CHECKS,
-    *versions.CHECKS,
-    *weights.CHECKS,
-    *lifecycle.CHECKS,
-    *batch.CHECKS,
+    *sample_tags.CHECKS,
+    *in_flight.CHECKS,
+    *endings.CHECKS,
+    *fields.CHECKS,
     *layout.CHECKS,
-    *replay.CHECKS,
-    *engines.CHECKS,
+    *executed_routes.CHECKS,
+    *engine.CHECKS,
 )
-CHECKS: tuple[Check, ...] = tuple(map(engines.shared, _OWN))
+CHECKS: tuple[Check, ...] = tuple(map(engine.shared, _OWN))
 """Every check, family by family; those that are no less true of an engine driven directly judge such traces, too."""

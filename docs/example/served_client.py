@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollproof import Request, Rollout
-from rollproof.fakes.http.teller import Teller
+from rollproof.fakes.http.trace_client import Teller
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:30000"
 

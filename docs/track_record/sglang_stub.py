@@ -16,7 +16,7 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1", SGLANG_CPU_OMP_THREADS_BIND="0")
-    from rollproof.engines import sglang_cpu
+    from rollproof.engines.sglang import sglang_cpu
 
     sglang_cpu.install()
 

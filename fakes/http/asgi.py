@@ -15,11 +15,11 @@ from weakref import ref
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from rollproof.fakes.failures import BadCall, ReplyLost, ServerDied
-from rollproof.fakes.http.bodies import BadRequest, Uncaught, json_object
-from rollproof.fakes.http.cutting import cut, ended
+from rollproof.fakes.engine.exceptions import BadCall, ReplyLost, ServerDied
+from rollproof.fakes.http.disconnects import Watch, Watches
 from rollproof.fakes.http.fault_plan import Faults, WireFault, WireFaultKind
-from rollproof.fakes.http.watching import Watch, Watches
+from rollproof.fakes.http.request_body import BadRequest, Uncaught, json_object
+from rollproof.fakes.http.resets import cut, ended
 
 __all__ = [
     "AT_ONCE",

@@ -27,7 +27,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from rollproof.case import Action, ActionKind, Trigger
+from rollproof.core.case import Action, ActionKind, Trigger
 from rollproof.errors import UsageError
 
 __all__ = ["ENGINE_ACTIONS", "FaultPlan", "Faults", "WireFault", "WireFaultKind", "happened"]

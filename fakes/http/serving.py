@@ -16,16 +16,16 @@ from typing import Any
 
 import uvicorn
 
+from rollproof.core.trace import TraceSink
 from rollproof.errors import UsageError
 from rollproof.fakes.http.asgi import Face
 from rollproof.fakes.http.at_once import offering
-from rollproof.fakes.http.backing import Backing, ServeOptions
+from rollproof.fakes.http.engine_backend import Backing, ServeOptions
 from rollproof.fakes.http.fault_plan import FaultPlan, happened
-from rollproof.fakes.http.keeping import Kept
-from rollproof.fakes.http.router import Router, RouterKind
-from rollproof.fakes.http.sglang import sglang_app
-from rollproof.fakes.http.vllm import vllm_app
-from rollproof.trace import TraceSink
+from rollproof.fakes.http.flushing_sink import Kept
+from rollproof.fakes.http.gateway import Router, RouterKind
+from rollproof.fakes.http.sglang.server import sglang_app
+from rollproof.fakes.http.vllm.server import vllm_app
 
 __all__ = ["FACES", "bound_socket", "routing", "serve_forever", "serving"]
 

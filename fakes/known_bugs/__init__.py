@@ -7,37 +7,37 @@ from __future__ import annotations
 
 from rollproof.fakes.known_bugs import (
     batch,
-    capture,
     conversions,
+    engine_capture,
     engines,
+    http_replies,
     layout_layers,
     layout_ranks,
     layout_rows,
     layout_samples,
     lifecycle,
-    released,
+    logprobs_masks,
+    released_stacks,
     replay,
     routes,
     stitch,
-    values,
     versions,
     weights,
-    wire,
 )
-from rollproof.known_bug import KnownBug
+from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 __all__ = ["KNOWN_BUGS"]
 
 KNOWN_BUGS: tuple[KnownBug, ...] = (
     *stitch.BUGS,
-    *values.BUGS,
+    *logprobs_masks.BUGS,
     *routes.BUGS,
-    *capture.BUGS,
+    *engine_capture.BUGS,
     *versions.BUGS,
     *weights.BUGS,
     *lifecycle.BUGS,
-    *wire.BUGS,
-    *released.BUGS,
+    *http_replies.BUGS,
+    *released_stacks.BUGS,
     *batch.BUGS,
     *conversions.BUGS,
     *layout_rows.BUGS,

@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
-from rollproof.batching import record_batches
-from rollproof.fakes.collating import Collator, PaddedBatch
-from rollproof.known_bug import KnownBug
-from rollproof.records import BatchRow, IntArray, LogprobArray, Rollout
+from rollproof.core.records import BatchRow, IntArray, LogprobArray, Rollout
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.reference_batches import Collator, PaddedBatch
+from rollproof.verification.batches import record_batches
 
 __all__ = ["BUGS"]
 

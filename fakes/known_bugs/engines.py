@@ -8,20 +8,20 @@ from functools import partial
 
 import numpy as np
 
-from rollproof.engine_terms import PauseMode, StreamMode
-from rollproof.engines.asks import Piece, Query, Watch, WeightUpdate
-from rollproof.fakes.engine_subject import FakeEngineSubject, scaled
-from rollproof.known_bug import KnownBug
-from rollproof.records import EngineOutput, FinishReason, Span
-from rollproof.trace import Trace
+from rollproof.core.engine_contract import PauseMode, StreamMode
+from rollproof.core.engine_protocol import Piece, Query, Watch, WeightUpdate
+from rollproof.core.records import EngineOutput, FinishReason, Span
+from rollproof.core.trace import Trace
+from rollproof.fakes.engine.engine_subject import FakeEngineSubject, scaled
+from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 __all__ = ["BUGS", "recorded"]
 
 
 def recorded(engine: type[FakeEngineSubject], experiment: str, flavour: str = "vllm") -> Trace:
     """The attributed trace of one experiment on an engine of ``flavour``."""
-    from rollproof.engines.conformance import run_experiments
-    from rollproof.engines.targets import fake_target
+    from rollproof.engines.engine_targets import fake_target
+    from rollproof.verification.engines import run_experiments
 
     return run_experiments(fake_target(flavour, make=lambda settings: engine(settings, flavour)), only=[experiment]).traces[0]
 

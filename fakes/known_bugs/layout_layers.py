@@ -8,15 +8,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from rollproof.contract import LayerAxis
-from rollproof.fakes.known_bugs.misplacing import layout_bug
-from rollproof.fakes.laying import Layer, MegatronLike, Pass
-from rollproof.known_bug import KnownBug
-from rollproof.records import IntArray
-from rollproof.replay.layouts.layout import Layout
-from rollproof.replay.layouts.mesh import Rank
-from rollproof.replay.layouts.schedules import Operation
-from rollproof.replay.layouts.stages import Stages
+from rollproof.core.contract import LayerAxis
+from rollproof.core.records import IntArray
+from rollproof.fakes.known_bugs._layout_runner import layout_bug
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.reference_layouts import Layer, MegatronLike, Pass
+from rollproof.layouts.layout import Layout
+from rollproof.layouts.mesh import Rank
+from rollproof.layouts.pipeline_schedules import Operation
+from rollproof.layouts.stages import Stages
 
 __all__ = ["BUGS"]
 

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rollproof.fakes.known_bugs.misplacing import layout_bug
-from rollproof.fakes.laying import MegatronLike
-from rollproof.known_bug import KnownBug
-from rollproof.records import IntArray
-from rollproof.replay.layouts.context import Context
-from rollproof.replay.layouts.layout import Layout
-from rollproof.replay.layouts.mesh import Rank
+from rollproof.core.records import IntArray
+from rollproof.fakes.known_bugs._layout_runner import layout_bug
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.reference_layouts import MegatronLike
+from rollproof.layouts.context import Context
+from rollproof.layouts.layout import Layout
+from rollproof.layouts.mesh import Rank
 
 __all__ = ["BUGS"]
 

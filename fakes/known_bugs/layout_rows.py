@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from rollproof.fakes.known_bugs.misplacing import layout_bug
-from rollproof.fakes.laying import MegatronLike, Pair
-from rollproof.known_bug import KnownBug
-from rollproof.records import IntArray
-from rollproof.replay.layouts.layout import Layout
-from rollproof.replay.layouts.packing import Alignment
-from rollproof.replay.layouts.padding import Fill, Side
+from rollproof.core.records import IntArray
+from rollproof.fakes.known_bugs._layout_runner import layout_bug
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.reference_layouts import MegatronLike, Pair
+from rollproof.layouts.layout import Layout
+from rollproof.layouts.packing import Alignment
+from rollproof.layouts.padding import Fill, Side
 
 __all__ = ["BUGS"]
 

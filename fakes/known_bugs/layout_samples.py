@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.fakes.known_bugs.misplacing import layout_bug
-from rollproof.fakes.laying import MegatronLike, Pair
-from rollproof.known_bug import KnownBug
-from rollproof.records import IntArray, Version
-from rollproof.replay.layouts.layout import Layout
-from rollproof.replay.layouts.merging import Segment
+from rollproof.core.records import IntArray, Version
+from rollproof.fakes.known_bugs._layout_runner import layout_bug
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.reference_layouts import MegatronLike, Pair
+from rollproof.layouts.layout import Layout
+from rollproof.layouts.merging import Segment
 
 __all__ = ["BUGS"]
 

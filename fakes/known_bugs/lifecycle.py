@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from rollproof.case import ActionKind
-from rollproof.fakes.calls import EngineCall
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.fleet import Fleet
-from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, LAST, SYNCED, act, case, on_engine, request
-from rollproof.fakes.managers import AsSampled, Options, Sample
-from rollproof.known_bug import KnownBug
-from rollproof.records import EngineOutput, FinishReason, Request, Rollout
-from rollproof.runner import run_case
-from rollproof.trace import PauseMode, Reply, Result, Trace
+from rollproof.core.case import ActionKind
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.core.trace import PauseMode, Reply, Result, Trace
+from rollproof.fakes.clients.reference_clients import AsSampled, Options, Sample
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, LAST, SYNCED, act, case, on_engine, request
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.verification.runner import run_case
 
 __all__ = ["BUGS"]
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from rollproof.core.events.replay import Step
+from rollproof.core.records import FloatArray, IntArray, Rollout
 from rollproof.fakes.known_bugs import replay_gates, replay_models, replay_passes
-from rollproof.fakes.known_bugs.replay_planting import WRONG_ROWS, FallsBack, bug, routers
-from rollproof.fakes.moe import chosen
-from rollproof.fakes.replay_parts import Microbatch, Pass, Router
-from rollproof.fakes.replay_references import CapturedPrefix, DenseFirst, Interleaved, ManyExperts
-from rollproof.fakes.replaying import ReplayTrainer
-from rollproof.known_bug import KnownBug
-from rollproof.records import FloatArray, IntArray, Rollout
-from rollproof.replay.events import Step
-from rollproof.replay.layouts import Alignment, Rank, Source
+from rollproof.fakes.known_bugs._replay_planting import WRONG_ROWS, FallsBack, bug, routers
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.moe_model import chosen
+from rollproof.fakes.trainers.reference_trainers import CapturedPrefix, DenseFirst, Interleaved, ManyExperts
+from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
+from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router
+from rollproof.layouts import Alignment, Rank, Source
 
 __all__ = ["BUGS"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollproof.fakes.known_bugs.replay_planting import bug
-from rollproof.fakes.moe import MoeModel, chosen
-from rollproof.fakes.replaying import ReplayTrainer
-from rollproof.known_bug import KnownBug
-from rollproof.records import FloatArray, IntArray
-from rollproof.replay.events import Action, Step
+from rollproof.core.events.replay import Action, Step
+from rollproof.core.records import FloatArray, IntArray
+from rollproof.fakes.known_bugs._replay_planting import bug
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.moe_model import MoeModel, chosen
+from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
 
 __all__ = ["BUGS"]
 

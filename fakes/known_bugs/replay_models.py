@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollproof.fakes.known_bugs.replay_planting import bug
-from rollproof.fakes.replay_parts import Microbatch, Pass, Router
-from rollproof.fakes.replay_references import CapturedPrefix, DenseFirst, ManyExperts, Pipelined, Recording
-from rollproof.fakes.replaying import ReplayTrainer
-from rollproof.known_bug import KnownBug
-from rollproof.records import FloatArray, IntArray, Rollout
-from rollproof.replay.events import Action, Phase, Step
-from rollproof.replay.layouts import Rank, Source
+from rollproof.core.events.replay import Action, Phase, Step
+from rollproof.core.records import FloatArray, IntArray, Rollout
+from rollproof.fakes.known_bugs._replay_planting import bug
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.reference_trainers import CapturedPrefix, DenseFirst, ManyExperts, Pipelined, Recording
+from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
+from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router
+from rollproof.layouts import Rank, Source
 
 __all__ = ["BUGS"]
 

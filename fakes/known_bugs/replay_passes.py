@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from rollproof.fakes.known_bugs.replay_planting import RECOMPUTED, FallsBack, bug, routers
-from rollproof.fakes.moe import chosen
-from rollproof.fakes.replay_parts import Microbatch, Pass, Router
-from rollproof.fakes.replay_references import Interleaved, Recording
-from rollproof.fakes.replaying import ReplayTrainer
-from rollproof.known_bug import KnownBug
-from rollproof.records import FloatArray, IntArray
-from rollproof.replay.events import Action, Outcome, Phase, Purpose, Step
-from rollproof.replay.spy import Spy
+from rollproof.core.events.replay import Action, Outcome, Phase, Purpose, Step
+from rollproof.core.records import FloatArray, IntArray
+from rollproof.core.router_spy import Spy
+from rollproof.fakes.known_bugs._replay_planting import RECOMPUTED, FallsBack, bug, routers
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.moe_model import chosen
+from rollproof.fakes.trainers.reference_trainers import Interleaved, Recording
+from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
+from rollproof.fakes.trainers.trainer_parts import Microbatch, Pass, Router
 
 __all__ = ["BUGS"]
 

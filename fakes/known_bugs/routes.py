@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollproof.case import ActionKind
-from rollproof.contract import Contract, Rows
-from rollproof.fakes.fleet import Fleet
-from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, EMPTY, ENDING, SYNCED, act, case, request
-from rollproof.fakes.managers import AsSampled, AsSampledTokens, Options, Sample
-from rollproof.known_bug import KnownBug
-from rollproof.lending import lend
-from rollproof.records import EngineOutput, IntArray, Rollout
+from rollproof.core.case import ActionKind
+from rollproof.core.contract import Contract, Rows
+from rollproof.core.records import EngineOutput, IntArray, Rollout
+from rollproof.fakes.clients.reference_clients import AsSampled, AsSampledTokens, Options, Sample
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, EMPTY, ENDING, SYNCED, act, case, request
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.simulation.mutation_guard import lend
 
 __all__ = ["BUGS"]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.case import ActionKind, Case, Model
-from rollproof.fakes.calls import EngineCall
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, EMPTY, ENDING, TURNS, act, case, on_engine, request
-from rollproof.fakes.managers import AsSampled, Sample
-from rollproof.known_bug import KnownBug
-from rollproof.records import EngineOutput, FinishReason, Request, Rollout, Scalar
-from rollproof.trace import Call
+from rollproof.core.case import ActionKind, Case, Model
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Scalar
+from rollproof.core.trace import Call
+from rollproof.fakes.clients.reference_clients import AsSampled, Sample
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, EMPTY, ENDING, TURNS, act, case, on_engine, request
+from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 __all__ = ["BUGS"]
 

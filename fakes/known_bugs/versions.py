@@ -6,15 +6,23 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from rollproof.case import ActionKind
-from rollproof.contract import Versions
-from rollproof.fakes.calls import EngineCall
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.known_bugs.planting import CLEAN, ENDING, SYNCED, act, case, on_engine, request
-from rollproof.fakes.managers import AsSampled, AsSampledCalls, AsSampledSpans, AsSampledTokens, EngineKeep, Options, Sample
-from rollproof.known_bug import KnownBug
-from rollproof.records import EngineOutput, Span, Version
-from rollproof.trace import Call, PauseMode
+from rollproof.core.case import ActionKind
+from rollproof.core.contract import Versions
+from rollproof.core.records import EngineOutput, Span, Version
+from rollproof.core.trace import Call, PauseMode
+from rollproof.fakes.clients.reference_clients import (
+    AsSampled,
+    AsSampledCalls,
+    AsSampledSpans,
+    AsSampledTokens,
+    EngineKeep,
+    Options,
+    Sample,
+)
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.known_bugs._planting import CLEAN, ENDING, SYNCED, act, case, on_engine, request
+from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 __all__ = ["BUGS"]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from rollproof.case import ActionKind
-from rollproof.contract import Contract
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.fleet import Fleet
-from rollproof.fakes.known_bugs.planting import SYNCED, act, case, on_engine, request
-from rollproof.fakes.managers import AsSampled, EngineKeep
-from rollproof.known_bug import KnownBug
-from rollproof.records import FinishReason, Version
-from rollproof.trace import Abort, PauseMode
+from rollproof.core.case import ActionKind
+from rollproof.core.contract import Contract
+from rollproof.core.records import FinishReason, Version
+from rollproof.core.trace import Abort, PauseMode
+from rollproof.fakes.clients.reference_clients import AsSampled, EngineKeep
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.fakes.known_bugs._planting import SYNCED, act, case, on_engine, request
+from rollproof.fakes.known_bugs.known_bug import KnownBug
 
 __all__ = ["BUGS"]
 

@@ -17,12 +17,12 @@ from rollproof.cli.doctor import doctor
 from rollproof.cli.gap import gap
 from rollproof.cli.known_bugs import known_bugs
 from rollproof.cli.replay import replay
+from rollproof.cli.safe_stdio import stdout_failure
 from rollproof.cli.serve import serve
-from rollproof.cli.streams import stdout_failure
 from rollproof.cli.verify import verify
+from rollproof.core.error_text import one_line, told
 from rollproof.errors import ConformanceError, RollproofError
-from rollproof.report import ExitCode
-from rollproof.telling import one_line, told
+from rollproof.judging.report import ExitCode
 
 __all__ = ["app", "run"]
 

@@ -9,18 +9,18 @@ from typing import Annotated
 
 import typer
 
-from rollproof.checks import default_registry
-from rollproof.cli.judged import judged_lines
+from rollproof.cli.check_summary import judged_lines
 from rollproof.cli.options import JsonTarget, Only, Verbose
 from rollproof.cli.output import Meter, Output
-from rollproof.console import Style, report_lines
+from rollproof.core.progress import Progress
+from rollproof.core.trace import Header, Submit
 from rollproof.errors import TraceError, UsageError
-from rollproof.judge import Judge, Tally
-from rollproof.progress import Progress
-from rollproof.report import ExitCode, Report
+from rollproof.judging.checks import default_registry
+from rollproof.judging.judge import Judge, Tally
+from rollproof.judging.report import ExitCode, Report
+from rollproof.reporting.text import Style, report_lines
 from rollproof.store import open_trace
-from rollproof.topics import scenarios_of
-from rollproof.trace import Header, Submit
+from rollproof.verification.subject_kinds import scenarios_of
 
 __all__ = ["check"]
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rollproof.checks import Check, default_registry
 from rollproof.cli.options import JsonTarget
 from rollproof.cli.output import Output
-from rollproof.console import Style
-from rollproof.known_bug import KnownBug
-from rollproof.report import REPORT_SCHEMA, ExitCode
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.judging.checks import Check, default_registry
+from rollproof.judging.report import REPORT_SCHEMA, ExitCode
+from rollproof.reporting.text import Style
 
 __all__ = ["checks"]
 

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 
+from rollproof.cli.named_targets import references
 from rollproof.cli.options import JsonTarget
 from rollproof.cli.output import Output
-from rollproof.cli.targets import references
-from rollproof.console import Line, Style
-from rollproof.gpu_suites.gate import find_gpus
-from rollproof.report import REPORT_SCHEMA, ExitCode
+from rollproof.core.error_text import told
+from rollproof.engines.gpus import find_gpus
+from rollproof.judging.report import REPORT_SCHEMA, ExitCode
+from rollproof.reporting.text import Line, Style
 from rollproof.stacks import STACKS, installed_version
-from rollproof.telling import told
 
 __all__ = ["doctor"]
 
@@ -88,8 +88,8 @@ def _plugin() -> tuple[bool, str]:
 
 def _one_case() -> tuple[float, str | None]:
     """Seconds that one small case of the first reference takes, once what it imports is imported; or why it does not run."""
-    from rollproof.campaign import cases_for
-    from rollproof.runner import run_case
+    from rollproof.verification.rollouts import cases_for
+    from rollproof.verification.runner import run_case
 
     target = references()[0]
     try:

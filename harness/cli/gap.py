@@ -9,9 +9,9 @@ import typer
 
 from rollproof.cli.options import JsonTarget
 from rollproof.cli.output import Meter, Output
+from rollproof.core.progress import Progress
 from rollproof.errors import UsageError
-from rollproof.progress import Progress
-from rollproof.report import ExitCode
+from rollproof.judging.report import ExitCode
 
 __all__ = ["gap"]
 
@@ -86,14 +86,14 @@ def gap(
     The file has the columns sequence_id, rollout_logprob, trainer_logprob and mask; version, position, rollout_routes and
     others where they are at hand (docs/gap.md).
     """
-    from rollproof.cli.gap_sides import Sides, localised
-    from rollproof.gap.comparison import compare
+    from rollproof.cli.gap_inputs import Sides, localised
+    from rollproof.gap.gap_report import comparison_lines, gap_lines, overall
+    from rollproof.gap.html.page import check_report_target, write_plots, write_report
     from rollproof.gap.limits import GapVerdict, limits_named
-    from rollproof.gap.localisation_lines import localisation_lines
-    from rollproof.gap.measuring import measure_pairs
-    from rollproof.gap.page import check_report_target, write_plots, write_report
-    from rollproof.gap.report import comparison_lines, gap_lines, overall
-    from rollproof.gap.table import read_pairs
+    from rollproof.gap.localise.text_lines import localisation_lines
+    from rollproof.gap.measure import measure_pairs
+    from rollproof.gap.pair_files import read_pairs
+    from rollproof.gap.trainer_comparison import compare
 
     chosen = limits_named(limits, override=limits_file)
     renamed = dict(_named(text, "--column", "trainer_logprob=old_log_probs") for text in column or ())

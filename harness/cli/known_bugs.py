@@ -9,9 +9,9 @@ from rich.table import Table
 
 from rollproof.cli.options import JsonTarget
 from rollproof.cli.output import Meter, Output
-from rollproof.console import Style
-from rollproof.kill_matrix import KillResult, run_kill_matrix
-from rollproof.report import REPORT_SCHEMA, ExitCode
+from rollproof.judging.report import REPORT_SCHEMA, ExitCode
+from rollproof.reporting.text import Style
+from rollproof.verification.kill_matrix import KillResult, run_kill_matrix
 
 __all__ = ["known_bugs"]
 

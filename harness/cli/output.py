@@ -16,12 +16,12 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from rollproof.cli.streams import stdout_failure
-from rollproof.console import Line
+from rollproof.cli.safe_stdio import stdout_failure
+from rollproof.core.files import check_target, keep_text, write_or_keep
+from rollproof.core.progress import Progress
 from rollproof.errors import UsageError
-from rollproof.files import check_target, keep_text, write_or_keep
-from rollproof.progress import Progress
-from rollproof.report import ExitCode
+from rollproof.judging.report import ExitCode
+from rollproof.reporting.text import Line
 
 __all__ = ["Meter", "Output"]
 

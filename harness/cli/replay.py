@@ -8,17 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from rollproof.checks import Verdict
+from rollproof.cli.named_targets import Target, stack_targets, subject_target, target_of_recipe
 from rollproof.cli.options import JsonTarget
 from rollproof.cli.output import Output
-from rollproof.cli.targets import Target, stack_targets, subject_target, target_of_recipe
-from rollproof.console import Line, Style, check_lines
+from rollproof.core.trace import Trace
 from rollproof.errors import UsageError
-from rollproof.judge import Judgement, judge
-from rollproof.report import ExitCode, Report
+from rollproof.judging.checks import Verdict
+from rollproof.judging.judge import Judgement, judge
+from rollproof.judging.report import ExitCode, Report
+from rollproof.reporting.text import Line, Style, check_lines
 from rollproof.store import load_trace
-from rollproof.topics import TOPICS, run_again
-from rollproof.trace import Trace
+from rollproof.verification.subject_kinds import TOPICS, run_again
 
 __all__ = ["replay"]
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollproof.case import EngineOptions, Model
+from rollproof.core.case import EngineOptions, Model
 from rollproof.errors import ContractError, UsageError
-from rollproof.report import ExitCode
+from rollproof.judging.report import ExitCode
 
 if TYPE_CHECKING:
-    from rollproof.contract import Contract
+    from rollproof.core.contract import Contract
 
 __all__ = ["serve"]
 
@@ -52,10 +52,10 @@ def serve(
     quiet: Annotated[bool, typer.Option("--quiet", help="No access log.")] = False,
 ) -> int:
     """Serve a fake engine on loopback until Ctrl-C: coded values, and the endpoints that reinforcement-learning stacks use."""
-    from rollproof.fakes.flavours import FLAVOURS
-    from rollproof.fakes.http.backing import Backing, RoutesForm, ServeOptions
+    from rollproof.fakes.engine.flavours import FLAVOURS
+    from rollproof.fakes.http.engine_backend import Backing, RoutesForm, ServeOptions
     from rollproof.fakes.http.fault_plan import FaultPlan
-    from rollproof.fakes.http.router import RouterKind
+    from rollproof.fakes.http.gateway import RouterKind
     from rollproof.fakes.http.serving import FACES, bound_socket, serve_forever
     from rollproof.store import TraceWriter
 
@@ -115,7 +115,7 @@ def _one_of(option: str, given: str | None, known: Sequence[str], face: str) -> 
 
 def _contract(path: Path, model: Model) -> Contract:
     """The contract of the file, which must be about the served ``model``: else every sample would be blamed for its sizes."""
-    from rollproof.contract import Contract
+    from rollproof.core.contract import Contract
 
     try:
         text = path.read_text(encoding="utf-8")

@@ -8,19 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from rollproof.campaign import merge_reports
-from rollproof.checks import Registry, default_registry
-from rollproof.cli.jobs import Settings, judge_all, processors
-from rollproof.cli.known import Known
+from rollproof.cli.named_targets import Target, engine_target, references, stack_targets, subject_target
 from rollproof.cli.options import JsonTarget, Only, ProfileName, Seed, Verbose, WitnessDir
 from rollproof.cli.output import Meter, Output
-from rollproof.cli.targets import Target, engine_target, references, stack_targets, subject_target
-from rollproof.console import Style, report_lines, summary_text
+from rollproof.cli.parallel import Settings, judge_all, processors
+from rollproof.cli.pinned_verdicts import Known
+from rollproof.core.files import check_folder, check_target
 from rollproof.errors import UsageError
-from rollproof.expected import ExpectedFailures, Outcome
-from rollproof.files import check_folder, check_target
-from rollproof.report import ExitCode, Interrupted, Report
-from rollproof.schedules import profile_named
+from rollproof.judging.checks import Registry, default_registry
+from rollproof.judging.report import ExitCode, Interrupted, Report
+from rollproof.reporting.text import Style, report_lines, summary_text
+from rollproof.verification.expected_failures import ExpectedFailures, Outcome
+from rollproof.verification.rollouts import merge_reports
+from rollproof.verification.schedules import profile_named
 
 __all__ = ["verify"]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from rollproof.contract import Contract, KvPolicy, Rows
-from rollproof.records import EngineOutput, FinishReason, Span
-from rollproof.trace import Call, Chunk, Reply, Result, Trace, Weights
+from rollproof.core.contract import Contract, KvPolicy, Rows
+from rollproof.core.records import EngineOutput, FinishReason, Span
+from rollproof.core.trace import Call, Chunk, Reply, Result, Trace, Weights
 
 __all__ = ["differences", "facts"]
 

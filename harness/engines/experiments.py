@@ -12,11 +12,11 @@ from enum import StrEnum
 from functools import partial
 from typing import TypeAlias
 
-from rollproof.contract import Contract, KvPolicy, Provenance
-from rollproof.engine_terms import EngineTerms, PausedCalls, PauseMode, StreamMode
-from rollproof.engines.bench import Asked, Bench
+from rollproof.core.contract import Contract, KvPolicy, Provenance
+from rollproof.core.engine_contract import EngineTerms, PausedCalls, PauseMode, StreamMode
+from rollproof.core.records import FinishReason
+from rollproof.engines.session import Asked, Bench
 from rollproof.errors import SubjectError
-from rollproof.records import FinishReason
 
 __all__ = ["Experiment", "Setting", "experiments_for"]
 

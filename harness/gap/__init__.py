@@ -8,12 +8,12 @@ models part.
 
 from __future__ import annotations
 
+from rollproof.gap.gap_report import GapReport, gap_lines
 from rollproof.gap.limits import GapVerdict, Limit, Limits, limits_named
-from rollproof.gap.localisation import Localisation
-from rollproof.gap.localising import localise
-from rollproof.gap.measuring import measure, measure_pairs
-from rollproof.gap.pairs import COLUMNS, TokenPairs
-from rollproof.gap.report import GapReport, gap_lines
+from rollproof.gap.localise.localisation import Localisation
+from rollproof.gap.localise.localise import localise
+from rollproof.gap.measure import measure, measure_pairs
+from rollproof.gap.token_pairs import COLUMNS, TokenPairs
 from rollproof.gap.trainers import GapTrainer, Scored, measure_rollouts, score_rollouts
 
 __all__ = [

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.records import IntArray
 from rollproof.errors import GapError
 from rollproof.gap.intervals import Interval, share_interval
-from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
-from rollproof.records import IntArray
+from rollproof.gap.token_pairs import BoolArray, FloatArray, TokenPairs
 
 __all__ = ["Agreement", "Selections", "agreement", "overlap", "selections"]
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from rollproof.gap.columns import known
 from rollproof.gap.intervals import FEW_TOKENS, Interval, Resampler, metric_interval
 from rollproof.gap.metrics import METRICS
-from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.sums import sequence_sums
+from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = ["NEAR", "Bucket", "bucket_codes", "bucketed", "resume_parts", "staleness"]
 

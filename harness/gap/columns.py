@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rollproof.core.error_text import one_line
+from rollproof.core.records import IntArray
 from rollproof.errors import GapError
-from rollproof.gap.wording import counted
-from rollproof.records import IntArray
-from rollproof.telling import one_line
+from rollproof.gap.phrases import counted
 
 __all__ = [
     "BoolArray", "FloatArray", "known", "labels", "logprobs", "mask_column", "never_positive", "same_length", "same_tokens", "side_column"

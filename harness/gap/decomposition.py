@@ -16,8 +16,8 @@ from rollproof.gap.buckets import bucket_codes, staleness
 from rollproof.gap.columns import FloatArray
 from rollproof.gap.intervals import Interval, Resampler, metric_interval
 from rollproof.gap.metrics import METRICS
-from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.sums import sequence_sums
+from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = ["Decomposition", "Parts", "decompose"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.records import Rollout, Version
 from rollproof.errors import GapError, UsageError
 from rollproof.gap.trainers import Scored
-from rollproof.records import Rollout, Version
 
 __all__ = ["HfTrainer"]
 

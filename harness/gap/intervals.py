@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from rollproof.core.records import IntArray
 from rollproof.gap.metrics import METRICS, Metric, Scale, Statistic
-from rollproof.gap.pairs import FloatArray
 from rollproof.gap.sums import PLACE
-from rollproof.records import IntArray
+from rollproof.gap.token_pairs import FloatArray
 
 __all__ = ["FEW_TOKENS", "Interval", "Resampler", "metric_interval", "share_bounds", "share_interval"]
 

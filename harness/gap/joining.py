@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollproof.core.records import Rollout, Version, spread
+from rollproof.core.trace import Call, Event, Reply, Result, Score
 from rollproof.errors import GapError
-from rollproof.gap.pairs import FloatArray, TokenPairs
-from rollproof.gap.table import read_columns
-from rollproof.records import Rollout, Version, spread
+from rollproof.gap.pair_files import read_columns
+from rollproof.gap.token_pairs import FloatArray, TokenPairs
 from rollproof.store import open_trace
-from rollproof.trace import Call, Event, Reply, Result, Score
 
 __all__ = ["Sample", "current_columns", "join_trace", "rollout_columns", "samples_of"]
 

@@ -11,8 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rollproof.core.files import read_toml
 from rollproof.errors import GapError, UsageError
-from rollproof.files import read_toml
 from rollproof.gap.intervals import Interval
 from rollproof.gap.metrics import METRICS, Scale
 

@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from rollproof.gap.pairs import FloatArray
 from rollproof.gap.sums import PLACE
+from rollproof.gap.token_pairs import FloatArray
 
 __all__ = ["METRICS", "Metric", "Scale", "Statistic"]
 

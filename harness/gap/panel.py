@@ -11,9 +11,9 @@ import numpy as np
 from rollproof.gap.agreement import Agreement, agreement
 from rollproof.gap.intervals import Interval, Resampler, metric_interval
 from rollproof.gap.metrics import METRICS
-from rollproof.gap.pairs import TokenPairs
 from rollproof.gap.quantiles import MEDIAN, QUANTILES, abs_diff, batch_median, quantile_intervals
 from rollproof.gap.sums import PLACE, sequence_sums
+from rollproof.gap.token_pairs import TokenPairs
 
 __all__ = ["GATED", "Panel", "measure_panel"]
 

@@ -13,8 +13,8 @@ import numpy as np
 from scipy import stats
 
 from rollproof.gap.intervals import Interval, share_bounds
-from rollproof.gap.pairs import BoolArray, FloatArray, TokenPairs
 from rollproof.gap.sums import PLACE
+from rollproof.gap.token_pairs import BoolArray, FloatArray, TokenPairs
 
 __all__ = ["MEDIAN", "QUANTILES", "abs_diff", "batch_median", "quantile_intervals"]
 

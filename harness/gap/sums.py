@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rollproof.gap.pairs import FloatArray, TokenPairs
-from rollproof.records import IntArray
+from rollproof.core.records import IntArray
+from rollproof.gap.token_pairs import FloatArray, TokenPairs
 
 __all__ = ["FRACTIONS", "NAMES", "PLACE", "WINSOR", "sequence_sums"]
 

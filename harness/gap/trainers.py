@@ -13,16 +13,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rollproof.contract import Provenance
+from rollproof.core.contract import Provenance
+from rollproof.core.error_text import told_with_place
+from rollproof.core.records import IntArray, Rollout, Version
 from rollproof.errors import GapError, RollproofError, SubjectError, UsageError
+from rollproof.gap.gap_report import GapReport
 from rollproof.gap.joining import Sample, current_columns, rollout_columns, samples_of
 from rollproof.gap.limits import Limits, limits_of
-from rollproof.gap.measuring import measure_pairs, require_sampling
-from rollproof.gap.pairs import FloatArray, TokenPairs
-from rollproof.gap.report import GapReport
-from rollproof.records import IntArray, Rollout, Version
+from rollproof.gap.measure import measure_pairs, require_sampling
+from rollproof.gap.token_pairs import FloatArray, TokenPairs
 from rollproof.store import open_trace
-from rollproof.telling import told_with_place
 
 __all__ = ["GapTrainer", "Scored", "measure_rollouts", "score_rollouts"]
 

@@ -21,10 +21,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rollproof.contract import LayerAxis, Rows
-from rollproof.replay.layouts.layout import Layout
-from rollproof.replay.layouts.mesh import Mesh
-from rollproof.replay.layouts.packing import Alignment
+from rollproof.core.contract import LayerAxis, Rows
+from rollproof.layouts.layout import Layout
+from rollproof.layouts.mesh import Mesh
+from rollproof.layouts.packing import Alignment
 
 __all__ = ["CPU_RANKS", "FACTORS", "coverage", "feasible", "frozen_rows", "generated", "layout_of", "violated", "world_size"]
 

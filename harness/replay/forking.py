@@ -1,6 +1,6 @@
 """Forking: the process that imports what the ranks of a run need, once, and forks them; and the life of each rank.
 
-The other side of ``rollproof.replay.ranks``, which starts it.
+The other side of ``rollproof.replay.process_group``, which starts it.
 """
 
 from __future__ import annotations

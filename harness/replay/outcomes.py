@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.error_text import told
+from rollproof.core.events.replay import Outcome, Step
+from rollproof.core.records import FloatArray, Rollout
+from rollproof.core.router_spy import InjectedFailure, sketch
 from rollproof.errors import SubjectError
-from rollproof.records import FloatArray, Rollout
-from rollproof.replay.events import Outcome, Step
-from rollproof.replay.spy import InjectedFailure, sketch
-from rollproof.telling import told
 
 __all__ = ["changed_fields", "injected", "sound_outcome"]
 
@@ -22,7 +22,7 @@ _SKETCH = sketch(0.0).shape
 def sound_outcome(outcome: Any, step: Step, label: str) -> Outcome:
     """The outcome with arrays of its own. Raises ``SubjectError`` for what is none."""
     if not isinstance(outcome, Outcome):
-        raise SubjectError(f"{label}.run must return an Outcome (rollproof.replay.events), not {type(outcome).__name__}.")
+        raise SubjectError(f"{label}.run must return an Outcome (rollproof.core.events.replay), not {type(outcome).__name__}.")
     try:
         return replace(
             outcome,
@@ -50,7 +50,7 @@ def _sketches(arrays: Mapping[Any, Any], key: type[Any]) -> dict[Any, FloatArray
     found = _floats(arrays, key)
     for name, array in found.items():
         if array.shape != _SKETCH:
-            raise ValueError(f"the gradient of {name!r} has the shape {array.shape}: tell rollproof.replay.spy.sketch(gradient)")
+            raise ValueError(f"the gradient of {name!r} has the shape {array.shape}: tell rollproof.core.router_spy.sketch(gradient)")
     return found
 
 

@@ -13,12 +13,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from rollproof.contract import Contract, Rows
-from rollproof.replay.contract import terms_of
-from rollproof.replay.events import Action, Phase, Purpose
-from rollproof.replay.samples import offered_defects
-from rollproof.replay.terms import Defect, Recompute, ReplayTerms
-from rollproof.schedules import profile_named
+from rollproof.core.contract import Contract, Rows
+from rollproof.core.events.replay import Action, Phase, Purpose
+from rollproof.core.replay_contract import Defect, Recompute, ReplayTerms
+from rollproof.core.trainer_contract import terms_of
+from rollproof.replay.replay_samples import offered_defects
+from rollproof.verification.schedules import profile_named
 
 __all__ = [
     "DENSE",

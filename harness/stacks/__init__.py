@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rollproof.core.error_text import told_with_place
+from rollproof.core.subjects import SubjectFactory
 from rollproof.errors import RollproofError, StackError, UsageError
 from rollproof.stacks.releases import Found, Release, changed_files, checked_out, imported_from, installed_version, requirements_file
-from rollproof.subjects import SubjectFactory
-from rollproof.telling import told_with_place
 
 __all__ = [
     "STACKS",

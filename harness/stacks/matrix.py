@@ -31,12 +31,12 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, Self
 
-from rollproof.checks import default_registry
+from rollproof.core.files import read_toml
 from rollproof.errors import ExpectationError, UsageError
-from rollproof.expected import Outcome
-from rollproof.files import read_toml
-from rollproof.scenarios import SITUATIONS
-from rollproof.ways import Way
+from rollproof.judging.checks import default_registry
+from rollproof.judging.known_failures import Way
+from rollproof.judging.situations import SITUATIONS
+from rollproof.verification.expected_failures import Outcome
 
 __all__ = ["Entry", "Matrix"]
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from rollproof.core.trace import Event, Header
 from rollproof.errors import TraceError
-from rollproof.store.arrow import TraceReader, TraceWriter
+from rollproof.store.arrow_format import TraceReader, TraceWriter
 from rollproof.store.frames import CONTINUATION
-from rollproof.store.jsonform import JsonTrace, dump_trace, load_trace
+from rollproof.store.json_format import JsonTrace, dump_trace, load_trace
 from rollproof.store.stream import Ending, open_file
-from rollproof.trace import Event, Header
 
 __all__ = ["Ending", "TraceReader", "TraceSource", "TraceWriter", "dump_trace", "load_trace", "open_trace"]
 

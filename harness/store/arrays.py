@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollproof.errors import TraceError
-from rollproof.narrow import Narrow
+from rollproof.store.packed_dtype import Narrow
 from rollproof.store.values import show
 
 __all__ = ["DTYPES", "AnyArray", "as_array", "name_of", "stored_as", "stored_in"]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from rollproof.core.trace import Event, Header
 from rollproof.errors import TraceError
 from rollproof.store.arrays import AnyArray, as_array, stored_as
+from rollproof.store.codec import decode_event, decode_header
 from rollproof.store.values import parse_json, show
-from rollproof.store.wire import decode_event, decode_header
-from rollproof.trace import Event, Header
 
 if TYPE_CHECKING:
     import pyarrow as pa

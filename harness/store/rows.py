@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from rollproof.core.trace import Event, Header
 from rollproof.errors import TraceError
 from rollproof.store.arrays import AnyArray, stored_in
+from rollproof.store.codec import encode_fields, encode_header
 from rollproof.store.columns import HEADER, SEAL, schema
-from rollproof.store.wire import encode_fields, encode_header
-from rollproof.trace import Event, Header
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

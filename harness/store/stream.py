@@ -11,12 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
+from rollproof.core.trace import SCHEMA
 from rollproof.errors import TraceError, TraceVersionError, UsageError
+from rollproof.store.codec import newer_schema
 from rollproof.store.columns import read_seal, schema
 from rollproof.store.frames import END, Cut, Frame, read_frame
 from rollproof.store.values import show
-from rollproof.store.wire import newer_schema
-from rollproof.trace import SCHEMA
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollproof.case import Action, ActionKind, Case, Trigger
+from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.records import Request
 from rollproof.errors import CaseError
-from rollproof.records import Request
 
 _CASE = Case(
     flavour="vllm",

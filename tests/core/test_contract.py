@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollproof.contract import Contract, Filler, LayerAxis, Provenance, Rows
+from rollproof.core.contract import Contract, Filler, LayerAxis, Provenance, Rows
 from rollproof.errors import ContractError
 from tests.support.building import contract
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rollproof.core.records import Request, Span, as_logprobs, as_routes, as_tokens, spread
 from rollproof.errors import SubjectError
-from rollproof.records import Request, Span, as_logprobs, as_routes, as_tokens, spread
 
 
 def test_unknown_versions_cover_what_no_span_does() -> None:

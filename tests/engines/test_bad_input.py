@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from rollproof.contract import Contract, Logprobs, ResumeBy, Rows
-from rollproof.engine_terms import EngineTerms, PauseMode
-from rollproof.engines import vllm_cpu
-from rollproof.engines.asks import EngineSettings
-from rollproof.engines.declaring import declared, model_of
-from rollproof.engines.vllm import VllmEngine, engine_options, output_of
+from rollproof.core.contract import Contract, Logprobs, ResumeBy, Rows
+from rollproof.core.engine_contract import EngineTerms, PauseMode
+from rollproof.core.engine_protocol import EngineSettings
+from rollproof.core.records import FinishReason
+from rollproof.engines.contracts import declared, model_of
+from rollproof.engines.vllm import vllm_cpu
+from rollproof.engines.vllm.vllm_engine import VllmEngine, engine_options, output_of
 from rollproof.errors import ContractError, EngineStartError, SubjectError, UsageError
-from rollproof.records import FinishReason
 
 MOE = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
 

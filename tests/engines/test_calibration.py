@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollproof.engines.asks import Query, Watch
+from rollproof.core.engine_protocol import Query, Watch
+from rollproof.core.records import EngineOutput, FinishReason
+from rollproof.core.trace import Trace
 from rollproof.engines.calibration import differences, facts
-from rollproof.engines.conformance import run_experiments
-from rollproof.engines.targets import fake_target
-from rollproof.fakes.engine_subject import FakeEngineSubject
-from rollproof.records import EngineOutput, FinishReason
-from rollproof.trace import Trace
+from rollproof.engines.engine_targets import fake_target
+from rollproof.fakes.engine.engine_subject import FakeEngineSubject
+from rollproof.verification.engines import run_experiments
 
 
 def _run(flavour: str, seed: int = 0) -> list[Trace]:

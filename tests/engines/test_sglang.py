@@ -17,24 +17,24 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed here (`nox -s engines` installs it)", exc_type=ImportError)
 
-from rollproof.checks import Verdict
-from rollproof.contract import Logprobs
-from rollproof.engine_terms import PauseMode, StreamMode
-from rollproof.engines.asks import EngineSettings, Query, WeightUpdate
-from rollproof.engines.attribution import attributed
-from rollproof.engines.bench import Bench, Serving
+from rollproof.core.contract import Logprobs
+from rollproof.core.engine_contract import PauseMode, StreamMode
+from rollproof.core.engine_protocol import EngineSettings, Query, WeightUpdate
+from rollproof.core.records import EngineOutput, FinishReason, LogprobArray
+from rollproof.core.trace import Call, Reference, Reply, Trace
 from rollproof.engines.calibration import differences
-from rollproof.engines.conformance import EngineRun, judged, run_experiments
-from rollproof.engines.reference import ReferenceModel
-from rollproof.engines.sglang import SglangEngine, incremental
-from rollproof.engines.targets import engine_target, fake_target
+from rollproof.engines.engine_targets import engine_target, fake_target
+from rollproof.engines.reference_model import ReferenceModel
+from rollproof.engines.session import Bench, Serving
+from rollproof.engines.sglang.sglang_engine import SglangEngine, incremental
+from rollproof.engines.version_attribution import attributed
 from rollproof.errors import EngineDied, EngineRefused, EngineStartError, UsageError
-from rollproof.fakes.engine_subject import FakeEngineSubject
-from rollproof.fakes.flavours import FLAVOURS
+from rollproof.fakes.engine.engine_subject import FakeEngineSubject
+from rollproof.fakes.engine.flavours import FLAVOURS
 from rollproof.fakes.tiny_models import make_pair
-from rollproof.records import EngineOutput, FinishReason, LogprobArray
-from rollproof.report import Report
-from rollproof.trace import Call, Reference, Reply, Trace
+from rollproof.judging.checks import Verdict
+from rollproof.judging.report import Report
+from rollproof.verification.engines import EngineRun, judged, run_experiments
 from tests.support.leftovers import leftovers
 from tests.support.shown import shown
 

@@ -18,11 +18,11 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed here (`nox -s engines` installs it)", exc_type=ImportError)
 
-from rollproof.engines.asks import EngineSettings, Query
-from rollproof.engines.sglang import SglangEngine
+from rollproof.core.engine_protocol import EngineSettings, Query
+from rollproof.core.records import FinishReason, Scalar
+from rollproof.engines.sglang.sglang_engine import SglangEngine
 from rollproof.errors import EngineStartError
 from rollproof.fakes.tiny_models import make_checkpoint
-from rollproof.records import FinishReason, Scalar
 from tests.support.leftovers import leftovers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what SGLang and its parts warn of is not ours

@@ -12,18 +12,18 @@ from importlib import metadata
 import numpy as np
 import pytest
 
-from rollproof.checks import Verdict
-from rollproof.contract import KvPolicy
-from rollproof.engines import vllm_cpu
-from rollproof.engines.asks import EngineSettings
+from rollproof.core.contract import KvPolicy
+from rollproof.core.engine_protocol import EngineSettings
+from rollproof.core.trace import Call, Reference, Reply, Trace, Weights
 from rollproof.engines.calibration import differences
-from rollproof.engines.conformance import EngineRun, judged, run_experiments
-from rollproof.engines.targets import engine_target, fake_target
-from rollproof.engines.vllm import offline
-from rollproof.fakes.engine_subject import FakeEngineSubject
-from rollproof.fakes.flavours import FLAVOURS
-from rollproof.report import Report
-from rollproof.trace import Call, Reference, Reply, Trace, Weights
+from rollproof.engines.engine_targets import engine_target, fake_target
+from rollproof.engines.vllm import vllm_cpu
+from rollproof.engines.vllm.vllm_engine import offline
+from rollproof.fakes.engine.engine_subject import FakeEngineSubject
+from rollproof.fakes.engine.flavours import FLAVOURS
+from rollproof.judging.checks import Verdict
+from rollproof.judging.report import Report
+from rollproof.verification.engines import EngineRun, judged, run_experiments
 from tests.support.leftovers import leftovers
 from tests.support.shown import shown
 

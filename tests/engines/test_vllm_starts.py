@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rollproof.engines.asks import EngineSettings
-from rollproof.engines.vllm import VllmEngine
+from rollproof.core.engine_protocol import EngineSettings
+from rollproof.engines.vllm.vllm_engine import VllmEngine
 from rollproof.errors import EngineStartError
 from tests.engines.test_vllm import pytestmark  # noqa: F401 - where vLLM is not installed, these are skipped too
 from tests.support.leftovers import leftovers

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rollproof.case import Model
+from rollproof.core.case import Model
 from rollproof.errors import CaseError, UsageError
-from rollproof.fakes.coded import CodedPolicy, Stretch, VersionSpan, mixed_key
-from rollproof.fakes.decoding import Decoder, Source
-from rollproof.fakes.hashing import hashes_of_many, prefix_hashes
+from rollproof.fakes.coded.decode import Decoder, Source
+from rollproof.fakes.coded.hashing import hashes_of_many, prefix_hashes
+from rollproof.fakes.coded.policy import CodedPolicy, Stretch, VersionSpan, mixed_key
 
 GRID = [
     (experts, top_k, dense)

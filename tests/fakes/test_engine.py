@@ -8,14 +8,14 @@ import json
 import numpy as np
 import pytest
 
-from rollproof.case import EngineOptions, Model
-from rollproof.fakes.batching import EngineHooks
-from rollproof.fakes.calls import EngineCall
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.failures import BadCall, TransferFailed
-from rollproof.fakes.kv import MIXED
-from rollproof.records import FinishReason
-from rollproof.trace import Admit, Call, Event, Fault, PauseMode, Reply, Weights
+from rollproof.core.case import EngineOptions, Model
+from rollproof.core.records import FinishReason
+from rollproof.core.trace import Admit, Call, Event, Fault, PauseMode, Reply, Weights
+from rollproof.fakes.engine.exceptions import BadCall, TransferFailed
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.kv_cache import MIXED
+from rollproof.fakes.engine.scheduler import EngineHooks
 from tests.support.engines import PROMPT, Bench, on_clock, pure, spans
 
 A, B = 0, 1

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from rollproof.fakes.failures import ServerDied
-from rollproof.records import FinishReason
-from rollproof.trace import Abort, Admit, Fault, Pause, PauseMode, Reply, Resume
+from rollproof.core.records import FinishReason
+from rollproof.core.trace import Abort, Admit, Fault, Pause, PauseMode, Reply, Resume
+from rollproof.fakes.engine.exceptions import ServerDied
 from tests.support.engines import PROMPT, Bench, on_clock, spans
 
 A, B = 0, 1

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.fakes.kv import MIXED
-from rollproof.trace import Admit, PauseMode, Reply, Weights
+from rollproof.core.trace import Admit, PauseMode, Reply, Weights
+from rollproof.fakes.engine.kv_cache import MIXED
 from tests.support.engines import PROMPT, Bench, on_clock, pure, spans
 
 A, B = 0, 1

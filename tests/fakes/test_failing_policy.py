@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollproof.case import EngineOptions, Model
+from rollproof.core.case import EngineOptions, Model
+from rollproof.core.records import EngineOutput, IntArray, LogprobArray
+from rollproof.core.trace import Recorder
 from rollproof.errors import SubjectError
-from rollproof.fakes.coded import CodedPolicy, Stretch
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.flavours import FLAVOURS
-from rollproof.fakes.hashing import Hashes
-from rollproof.fakes.managers import AsSampled
-from rollproof.records import EngineOutput, IntArray, LogprobArray
-from rollproof.runner import run_case
-from rollproof.trace import Recorder
+from rollproof.fakes.clients.reference_clients import AsSampled
+from rollproof.fakes.coded.hashing import Hashes
+from rollproof.fakes.coded.policy import CodedPolicy, Stretch
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.flavours import FLAVOURS
+from rollproof.verification.runner import run_case
 from tests.support.engines import on_clock
 from tests.support.running import CASE
 

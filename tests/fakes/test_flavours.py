@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.case import Model
-from rollproof.contract import Filler, KvPolicy, LayerAxis, Provenance, Rows, Versions
+from rollproof.core.case import Model
+from rollproof.core.contract import Filler, KvPolicy, LayerAxis, Provenance, Rows, Versions
+from rollproof.core.records import EngineOutput, FinishReason
+from rollproof.core.trace import Abort, Fault, PauseMode
 from rollproof.errors import UsageError
-from rollproof.fakes.failures import BadCall, EnginePaused
-from rollproof.fakes.flavours import FLAVOURS, VersionTag, engine_contract, flavour_named
-from rollproof.records import EngineOutput, FinishReason
-from rollproof.trace import Abort, Fault, PauseMode
+from rollproof.fakes.engine.exceptions import BadCall, EnginePaused
+from rollproof.fakes.engine.flavours import FLAVOURS, VersionTag, engine_contract, flavour_named
 from tests.support.engines import PROMPT, Bench, on_clock, spans
 
 NAMES = tuple(FLAVOURS)

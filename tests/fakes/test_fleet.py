@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rollproof.case import ActionKind, EngineOptions
+from rollproof.core.case import ActionKind, EngineOptions
+from rollproof.core.records import FinishReason, Request
+from rollproof.core.trace import Abort, Admit, Call, Fault, Observation, PauseMode, Recorder, Reply, Result, Resume, Submit, Weights
 from rollproof.errors import CaseError, UsageError
-from rollproof.fakes.balancer import Balancer
-from rollproof.fakes.failures import ReplyLost, ServerDied, TransferFailed
-from rollproof.fakes.fleet import CURRENT_REQUEST, Fleet
-from rollproof.fakes.managers import AsSampled
-from rollproof.records import FinishReason, Request
-from rollproof.runner import run_case
-from rollproof.trace import Abort, Admit, Call, Fault, Observation, PauseMode, Recorder, Reply, Result, Resume, Submit, Weights
+from rollproof.fakes.clients.reference_clients import AsSampled
+from rollproof.fakes.engine.balancer import Balancer
+from rollproof.fakes.engine.exceptions import ReplyLost, ServerDied, TransferFailed
+from rollproof.fakes.engine.fleet import CURRENT_REQUEST, Fleet
+from rollproof.verification.runner import run_case
 from tests.support.engines import on_clock
 from tests.support.fleets import R0, R1, act, case, fleet_of, lengths, ran, seen
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from rollproof.case import ActionKind, EngineOptions
-from rollproof.contract import KvPolicy
-from rollproof.fakes.failures import TransferFailed
-from rollproof.fakes.managers import AsSampled
-from rollproof.runner import run_case
-from rollproof.trace import Fault, Pause, PauseMode, Reply, Result, Resume, Weights
+from rollproof.core.case import ActionKind, EngineOptions
+from rollproof.core.contract import KvPolicy
+from rollproof.core.trace import Fault, Pause, PauseMode, Reply, Result, Resume, Weights
+from rollproof.fakes.clients.reference_clients import AsSampled
+from rollproof.fakes.engine.exceptions import TransferFailed
+from rollproof.verification.runner import run_case
 from tests.support.engines import on_clock
 from tests.support.fleets import R0, R1, act, case, fleet_of, lengths, ran, seen
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.case import EngineOptions
-from rollproof.fakes.coded import CodedPolicy, State, Stretch, VersionSpan
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.flavours import FLAVOURS
-from rollproof.fakes.hashing import hashes_of_many
-from rollproof.records import EngineOutput, IntArray, LogprobArray, Version
-from rollproof.trace import Recorder
+from rollproof.core.case import EngineOptions
+from rollproof.core.records import EngineOutput, IntArray, LogprobArray, Version
+from rollproof.core.trace import Recorder
+from rollproof.fakes.coded.hashing import hashes_of_many
+from rollproof.fakes.coded.policy import CodedPolicy, State, Stretch, VersionSpan
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.flavours import FLAVOURS
 from tests.support.engines import on_clock
 
 SIZES: dict[str, Any] = {"seed": 3, "vocab": 64, "num_layers": 2, "moe_layers": (0, 1), "num_experts": 8, "top_k": 2}

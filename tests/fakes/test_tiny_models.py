@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="tiny models are made with torch")
 transformers = pytest.importorskip("transformers", reason="tiny models are models of transformers")
 
-from rollproof.case import Model  # noqa: E402 - after the skip
-from rollproof.contract import KvPolicy  # noqa: E402
-from rollproof.engines.declaring import model_of  # noqa: E402
-from rollproof.engines.reference import ReferenceModel  # noqa: E402
+from rollproof.core.case import Model  # noqa: E402 - after the skip
+from rollproof.core.contract import KvPolicy  # noqa: E402
+from rollproof.engines.contracts import model_of  # noqa: E402
+from rollproof.engines.reference_model import ReferenceModel  # noqa: E402
 from rollproof.errors import EngineStartError, UsageError  # noqa: E402
-from rollproof.fakes.flavours import FLAVOURS, engine_contract  # noqa: E402
+from rollproof.fakes.engine.flavours import FLAVOURS, engine_contract  # noqa: E402
 from rollproof.fakes.tiny_models import FAMILIES, make_checkpoint, make_pair  # noqa: E402
 
 torch.set_num_threads(1)

@@ -15,8 +15,8 @@ import pytest
 from rollproof.cli.app import run
 from rollproof.errors import GapError, SubjectError, UsageError
 from rollproof.gap import Limits, limits_named, measure, measure_rollouts, score_rollouts
-from rollproof.gap.table import read_pairs
-from rollproof.report import ExitCode
+from rollproof.gap.pair_files import read_pairs
+from rollproof.judging.report import ExitCode
 from rollproof.store import dump_trace
 from tests.support.resumed import resumed
 

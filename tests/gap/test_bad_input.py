@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollproof.cli.app import run
-from rollproof.console import text_of
 from rollproof.errors import ConformanceError, GapError, UsageError
 from rollproof.gap import gap_lines, measure
 from rollproof.gap.hf_trainer import HfTrainer
-from rollproof.gap.table import read_pairs
+from rollproof.gap.pair_files import read_pairs
 from rollproof.gap.trainers import score_rollouts
-from rollproof.report import ExitCode
+from rollproof.judging.report import ExitCode
+from rollproof.reporting.text import text_of
 from rollproof.store import dump_trace
 from tests.support.building import TraceBuilder, contract
 from tests.support.resumed import ROLLOUT, resumed

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.console import text_of
+from rollproof.core.trace import Score
 from rollproof.gap import gap_lines, measure
+from rollproof.gap.html.page import page_text
 from rollproof.gap.joining import join_trace
-from rollproof.gap.page import page_text
+from rollproof.reporting.text import text_of
 from rollproof.store import dump_trace
-from rollproof.trace import Score
 from tests.support.resumed import resumed
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollproof.fakes.gap import PROFILES, bank
-from rollproof.fakes.gap_faults import GAP_FAULTS, GapWorld, gap_columns
 from rollproof.gap import GapVerdict, measure
-from rollproof.gap.causes import CauseName
+from rollproof.gap.diagnosis.causes import CauseName
+from tests.support.gap_faults import GAP_FAULTS, GapWorld, gap_columns
+from tests.support.gap_profiles import PROFILES, bank
 
 EXPECTED = {
     "numerics only": "numerics only",

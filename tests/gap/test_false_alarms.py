@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.console import text_of
-from rollproof.fakes.gap import PROFILES, bank, closed_form, noise_scale
 from rollproof.gap import GapReport, GapVerdict, gap_lines, limits_named, measure
-from rollproof.gap.causes import CauseName
+from rollproof.gap.diagnosis.causes import CauseName
+from rollproof.reporting.text import text_of
 from tests.support.gap_measured import sampled
+from tests.support.gap_profiles import PROFILES, bank, closed_form, noise_scale
 
 FAULTLESS = {CauseName.NUMERICS, CauseName.UNEXPLAINED}
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rollproof.core.trace import Score, Trace
 from rollproof.errors import GapError, TraceError
 from rollproof.gap.joining import join_trace
 from rollproof.store import TraceWriter
-from rollproof.trace import Score, Trace
 from tests.support.building import TraceBuilder, contract
 from tests.support.resumed import ROLLOUT, resumed
 

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollproof.cli.app import run
-from rollproof.console import text_of
 from rollproof.errors import GapError, UsageError
 from rollproof.gap import GapVerdict, Limit, gap_lines, limits_named, measure
 from rollproof.gap.intervals import Interval
 from rollproof.gap.limits import Side
+from rollproof.reporting.text import text_of
 
 
 def _limit(side: Side = Side.ABOVE, fail: float = 1.0) -> Limit:

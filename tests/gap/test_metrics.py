@@ -9,13 +9,13 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from rollproof.fakes.gap import PROFILES, bank, closed_form, noise_scale
 from rollproof.gap import limits_named, measure_pairs
 from rollproof.gap.intervals import Resampler, metric_interval, share_interval
 from rollproof.gap.metrics import METRICS
-from rollproof.gap.pairs import FloatArray, TokenPairs
 from rollproof.gap.panel import measure_panel
 from rollproof.gap.sums import PLACE, sequence_sums
+from rollproof.gap.token_pairs import FloatArray, TokenPairs
+from tests.support.gap_profiles import PROFILES, bank, closed_form, noise_scale
 
 
 def _pairs(rollout: FloatArray, trainer: FloatArray) -> TokenPairs:

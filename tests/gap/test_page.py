@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from rollproof.errors import ExtraError, UsageError
-from rollproof.fakes.gap_faults import GapWorld, gap_columns
 from rollproof.gap import GapReport, measure
-from rollproof.gap.localisation import Localisation, SiteGap
-from rollproof.gap.page import check_report_target, page_text, write_plots, write_report
-from rollproof.gap.sites import Site
+from rollproof.gap.html.page import check_report_target, page_text, write_plots, write_report
+from rollproof.gap.localise.localisation import Localisation, SiteGap
+from rollproof.gap.localise.sites import Site
+from tests.support.gap_faults import GapWorld, gap_columns
 
 pytest.importorskip("jinja2", reason="the report needs rollproof[report]")
 pytest.importorskip("matplotlib", reason="the report needs rollproof[report]")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollproof.gap import measure
-from rollproof.gap.pairs import FloatArray
+from rollproof.gap.token_pairs import FloatArray
 from tests.support.gap_measured import FROZEN_GENERATION, FROZEN_MASK, FROZEN_TRAINER, measured
 from tests.support.upstream import installed, run_block, run_function, run_statements
 

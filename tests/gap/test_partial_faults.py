@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.fakes.gap_faults import GapWorld, gap_columns
 from rollproof.gap import GapVerdict, measure
-from rollproof.gap.causes import Cause
+from rollproof.gap.diagnosis.causes import Cause
+from tests.support.gap_faults import GapWorld, gap_columns
 from tests.support.gap_measured import sampled
 
 WORLD = GapWorld(sequences=60, length=120)

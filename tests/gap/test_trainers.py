@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from rollproof.cli.app import run
+from rollproof.core.records import FinishReason, Rollout, Span, Version
 from rollproof.errors import GapError, UsageError
 from rollproof.gap import GapTrainer, Scored, measure_rollouts, score_rollouts
 from rollproof.gap.hf_trainer import HfTrainer
-from rollproof.records import FinishReason, Rollout, Span, Version
-from rollproof.report import ExitCode
+from rollproof.judging.report import ExitCode
 from rollproof.store import dump_trace
 from tests.support.resumed import ROLLOUT, resumed
 from tests.support.tiny_rollouts import checkpoint, sample, trace_of

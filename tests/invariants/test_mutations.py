@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from rollproof.records import FinishReason, Rollout, Span
-from rollproof.trace import Call, Trace
+from rollproof.core.records import FinishReason, Rollout, Span
+from rollproof.core.trace import Call, Trace
 from tests.support.rollouts import Part, blamed, sample_of, tell, with_sample
 
 Change: TypeAlias = "tuple[str, Rollout, str]"

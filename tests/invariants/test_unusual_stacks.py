@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from rollproof.case import ActionKind, Case, EngineOptions
-from rollproof.checks import Verdict
-from rollproof.contract import Contract, ResumeBy
-from rollproof.fakes.failures import TransferFailed
-from rollproof.fakes.fleet import Fleet
-from rollproof.fakes.known_bugs.planting import act, case, request
-from rollproof.fakes.managers import REFERENCES, AsSampled, EngineKeep, Sample
-from rollproof.judge import judge
-from rollproof.probing import probe
-from rollproof.records import EngineOutput, Request, Rollout
-from rollproof.runner import run_case
-from rollproof.schedules import random_cases
-from rollproof.subjects import SubjectFactory
-from rollproof.trace import PauseMode
-from tests.support.telling import REGISTRY
+from rollproof.core.case import ActionKind, Case, EngineOptions
+from rollproof.core.contract import Contract, ResumeBy
+from rollproof.core.records import EngineOutput, Request, Rollout
+from rollproof.core.subjects import SubjectFactory
+from rollproof.core.trace import PauseMode
+from rollproof.fakes.clients.reference_clients import REFERENCES, AsSampled, EngineKeep, Sample
+from rollproof.fakes.engine.exceptions import TransferFailed
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.fakes.known_bugs._planting import act, case, request
+from rollproof.judging.checks import Verdict
+from rollproof.judging.judge import judge
+from rollproof.verification.contract_probe import probe
+from rollproof.verification.runner import run_case
+from rollproof.verification.schedules import random_cases
+from tests.support.trace_builder import REGISTRY
 
 _PAIR = (request(), request("r1", (31, 32, 33)))
 _SYNC = act(ActionKind.SYNC, 3)

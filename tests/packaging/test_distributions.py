@@ -15,7 +15,7 @@ SUFFIXES = (".py", ".typed", ".txt", ".toml", ".html", ".csv")
 FOLDERS = {"harness": "rollproof", "fakes": "rollproof.fakes", "invariants": "rollproof.invariants", "gpu_suites": "rollproof.gpu_suites"}
 PROBE = """
 import importlib, importlib.metadata, importlib.util, pathlib
-import rollproof, rollproof.fakes.coded, rollproof.invariants, rollproof.gpu_suites.gate, rollproof.stacks
+import rollproof, rollproof.fakes.coded.policy, rollproof.invariants, rollproof.engines.gpus, rollproof.stacks
 root = pathlib.Path(rollproof.__file__).parent
 assert (root / "py.typed").is_file(), "py.typed is not shipped"
 assert pathlib.Path(rollproof.stacks.requirements_file("verl.txt")).is_file(), "requirements of stacks are not shipped"

@@ -22,6 +22,6 @@ def quiet_transformers() -> Iterator[None]:
 @pytest.fixture
 def model() -> Any:
     """A tiny Qwen3-MoE, to be trained."""
-    from rollproof.replay.hf.families import tiny_model
+    from rollproof.replay.hf.model_families import tiny_model
 
     return tiny_model("qwen3_moe").train()

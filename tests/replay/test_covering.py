@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollproof.fakes.laying import MegatronLike
+from rollproof.fakes.trainers.reference_layouts import MegatronLike
+from rollproof.layouts import Coding
 from rollproof.replay import covering
 from rollproof.replay.covering import CPU_RANKS, FACTORS, coverage, frozen_rows, layout_of, violated, world_size
-from rollproof.replay.layouts import Coding
 
 ROWS = frozen_rows()
 

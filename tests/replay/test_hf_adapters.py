@@ -14,7 +14,7 @@ transformers = pytest.importorskip(
 
 from rollproof.errors import RouterError  # noqa: E402
 from rollproof.replay.hf import find_routers, hf_replay  # noqa: E402
-from rollproof.replay.hf.families import tiny_model  # noqa: E402
+from rollproof.replay.hf.model_families import tiny_model  # noqa: E402
 from tests.support.hf_models import (  # noqa: E402
     GOOD,
     assert_untouched,

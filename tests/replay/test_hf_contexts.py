@@ -15,7 +15,7 @@ transformers = pytest.importorskip(
 
 from rollproof.errors import ReplayError  # noqa: E402
 from rollproof.replay.hf import find_routers, hf_record, hf_replay  # noqa: E402
-from rollproof.replay.hf.families import tiny_model  # noqa: E402
+from rollproof.replay.hf.model_families import tiny_model  # noqa: E402
 from tests.support.hf_models import GOOD, IDS, ROWS, assert_untouched, checkpointing, drift, loss, recorded, spied, trained  # noqa: E402
 
 pytestmark = [

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rollproof.checks import Verdict, default_registry
-from rollproof.judge import judge
-from rollproof.replay.driving import record_replay
+from rollproof.judging.checks import Verdict, default_registry
+from rollproof.judging.judge import judge
+from rollproof.replay.driver import record_replay
 
 DOCS = Path(__file__).parents[2] / "docs"
 

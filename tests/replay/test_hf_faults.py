@@ -11,11 +11,11 @@ transformers = pytest.importorskip(
     "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
 )
 
-from rollproof.checks import Verdict, default_registry  # noqa: E402
-from rollproof.judge import judge  # noqa: E402
-from rollproof.replay.driving import record_replay  # noqa: E402
-from rollproof.replay.hf.setups import Setup  # noqa: E402
-from rollproof.replay.hf.trainer import HfTrainer  # noqa: E402
+from rollproof.judging.checks import Verdict, default_registry  # noqa: E402
+from rollproof.judging.judge import judge  # noqa: E402
+from rollproof.replay.driver import record_replay  # noqa: E402
+from rollproof.replay.hf.hf_replay_trainer import HfTrainer  # noqa: E402
+from rollproof.replay.hf.hf_setups import Setup  # noqa: E402
 from tests.support import hf_faults  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

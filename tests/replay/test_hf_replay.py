@@ -13,8 +13,8 @@ transformers = pytest.importorskip(
 )
 
 from rollproof.replay.hf import find_routers, hf_record, hf_replay  # noqa: E402
-from rollproof.replay.hf.families import FAMILIES, tiny_model  # noqa: E402
-from rollproof.replay.hf.formulas import fixed_selection  # noqa: E402
+from rollproof.replay.hf.model_families import FAMILIES, tiny_model  # noqa: E402
+from rollproof.replay.hf.router_formulas import fixed_selection  # noqa: E402
 from tests.support.hf_models import IDS, ROWS, assert_untouched, drift, gradients, loss, recorded, same, spied, trained  # noqa: E402
 
 pytestmark = [

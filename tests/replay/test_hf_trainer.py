@@ -12,26 +12,26 @@ transformers = pytest.importorskip(
     "transformers", minversion="5.24", reason="tried with 5.24; routers of DeepSeek-V3 up to 5.12 select outside of their forward"
 )
 
-from rollproof.checks import Verdict, default_registry  # noqa: E402
+from rollproof.core.events.replay import Action, Purpose, Step  # noqa: E402
+from rollproof.core.router_spy import Spy  # noqa: E402
+from rollproof.core.trace import Trace  # noqa: E402
 from rollproof.errors import UsageError  # noqa: E402
-from rollproof.judge import judge  # noqa: E402
-from rollproof.replay.driving import record_replay  # noqa: E402
-from rollproof.replay.events import Action, Purpose, Step  # noqa: E402
-from rollproof.replay.hf.families import FAMILIES  # noqa: E402
+from rollproof.judging.checks import Verdict, default_registry  # noqa: E402
+from rollproof.judging.judge import judge  # noqa: E402
+from rollproof.replay.driver import record_replay  # noqa: E402
+from rollproof.replay.hf.hf_replay_trainer import HfTrainer  # noqa: E402
+from rollproof.replay.hf.hf_setups import SETUPS, Setup, setup_named  # noqa: E402
 from rollproof.replay.hf.inputs import Layout  # noqa: E402
-from rollproof.replay.hf.ranked import WRAPS, RankedHfTrainer, hf_ranks  # noqa: E402
-from rollproof.replay.hf.setups import SETUPS, Setup, setup_named  # noqa: E402
-from rollproof.replay.hf.trainer import HfTrainer  # noqa: E402
-from rollproof.replay.judging import judge_replay  # noqa: E402
-from rollproof.replay.ranks import Ranks  # noqa: E402
-from rollproof.replay.samples import make_samples  # noqa: E402
-from rollproof.replay.spy import Spy  # noqa: E402
-from rollproof.trace import Trace  # noqa: E402
+from rollproof.replay.hf.model_families import FAMILIES  # noqa: E402
+from rollproof.replay.hf.ranked_trainer import WRAPS, RankedHfTrainer, hf_ranks  # noqa: E402
+from rollproof.replay.process_group import Ranks  # noqa: E402
+from rollproof.replay.replay_samples import make_samples  # noqa: E402
+from rollproof.verification.replay import judge_replay  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 WHOLE = ("qwen3_moe, left-padded", "deepseek_v3, packed, reentrant, late")
-"""Judged on all episodes, and the others on these; `python -m rollproof.replay.hf.table` judges every setup on all."""
+"""Judged on all episodes, and the others on these; `python -m tools.judge_hf_trainers` judges every setup on all."""
 EPISODES = ("self-replay", "drift", "full recompute")
 BRIEF = [name for name, setup in SETUPS.items() if not setup.parallel and name not in WHOLE]
 RANKED = [name for name, setup in SETUPS.items() if setup.parallel]

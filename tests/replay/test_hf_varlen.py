@@ -24,9 +24,9 @@ def _loop(query: Any, key: Any, value: Any, bounds: Any, _keys: Any, longest: in
 
 def test_samples_attend_to_themselves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do under the mask of transformers; a reference made of the same setup attends so, too."""
-    from rollproof.replay.hf.setups import Setup
-    from rollproof.replay.hf.trainer import HfTrainer
-    from rollproof.replay.hf.varlen import VARLEN
+    from rollproof.replay.hf.hf_replay_trainer import HfTrainer
+    from rollproof.replay.hf.hf_setups import Setup
+    from rollproof.replay.hf.varlen_attention import VARLEN
 
     monkeypatch.setattr(varlen, "varlen_attn", _loop)
     ids = torch.arange(30)[None] % 60

@@ -11,21 +11,21 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from rollproof.contract import LayerAxis
+from rollproof.core.contract import LayerAxis
+from rollproof.core.events.replay import Action, Outcome, Phase, Purpose, Routing, Step
+from rollproof.core.records import IntArray, Rollout
+from rollproof.core.replay_contract import Recompute, ReplayMode
+from rollproof.core.router_spy import Spy
 from rollproof.errors import UsageError
-from rollproof.records import IntArray, Rollout
-from rollproof.replay.events import Action, Outcome, Phase, Purpose, Routing, Step
-from rollproof.replay.judging import judge_replay
-from rollproof.replay.layouts.payloads import Coding
-from rollproof.replay.megatron.covering import covering_setups
-from rollproof.replay.megatron.setups import OTHERS, SETUPS, Dispatcher, ReplayCodeName, Setup
-from rollproof.replay.megatron.subject import MegatronTrainer, megatron_ranks
-from rollproof.replay.ranks import Ranks
-from rollproof.replay.samples import make_samples, with_drawn_routes
-from rollproof.replay.spy import Spy
-from rollproof.replay.targets import Targets
-from rollproof.replay.terms import Recompute, ReplayMode
-from rollproof.report import Report
+from rollproof.judging.report import Report
+from rollproof.layouts.payloads import Coding
+from rollproof.replay.expected_rows import Targets
+from rollproof.replay.megatron.covered_setups import covering_setups
+from rollproof.replay.megatron.megatron_setups import OTHERS, SETUPS, Dispatcher, ReplayCodeName, Setup
+from rollproof.replay.megatron.megatron_trainer import MegatronTrainer, megatron_ranks
+from rollproof.replay.process_group import Ranks
+from rollproof.replay.replay_samples import make_samples, with_drawn_routes
+from rollproof.verification.replay import judge_replay
 
 pytest.importorskip("torch", reason="megatron-core needs PyTorch")
 # Not imported: the ranks do that, and this process would only grow.

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollproof.checks import Verdict, default_registry
-from rollproof.contract import LayerAxis
-from rollproof.judge import judge
-from rollproof.replay.driving import record_replay
-from rollproof.replay.events import Action, Purpose, Step
-from rollproof.replay.megatron.setups import SETUPS, RouterKind, Setup
-from rollproof.replay.megatron.subject import MegatronTrainer
-from rollproof.replay.ranks import RankError, Ranks
-from rollproof.replay.samples import make_samples, with_drawn_routes
-from rollproof.replay.spy import Spy
-from rollproof.replay.terms import Recompute, ReplayMode
+from rollproof.core.contract import LayerAxis
+from rollproof.core.events.replay import Action, Purpose, Step
+from rollproof.core.replay_contract import Recompute, ReplayMode
+from rollproof.core.router_spy import Spy
+from rollproof.judging.checks import Verdict, default_registry
+from rollproof.judging.judge import judge
+from rollproof.replay.driver import record_replay
+from rollproof.replay.megatron.megatron_setups import SETUPS, RouterKind, Setup
+from rollproof.replay.megatron.megatron_trainer import MegatronTrainer
+from rollproof.replay.process_group import RankError, Ranks
+from rollproof.replay.replay_samples import make_samples, with_drawn_routes
 
 pytest.importorskip("torch", reason="megatron-core needs PyTorch")
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="`pip install --no-deps megatron-core==0.16.1` (Python 3.11)")
@@ -35,7 +35,7 @@ RESULTS = {"replay.self-loss", "replay.self-gradients", "replay.reference"}
 def ranks() -> Iterator[Ranks]:
     from tests.support.megatron_faults import faulty
 
-    with Ranks(faulty, preload=("rollproof.replay.megatron.worker", "megatron.core.models.gpt.gpt_model")) as started:
+    with Ranks(faulty, preload=("rollproof.replay.megatron.rank_worker", "megatron.core.models.gpt.gpt_model")) as started:
         yield started
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollproof.errors import StackError
-from rollproof.replay.megatron.standin import RELEASES, STAND_INS, MegatronVersionError, StandIn, cpu_megatron, megatron_version
+from rollproof.replay.megatron.cuda_stand_in import RELEASES, STAND_INS, MegatronVersionError, StandIn, cpu_megatron, megatron_version
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, release: str | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollproof.engines.targets import REAL
+from rollproof.engines.engine_targets import REAL
 from rollproof.stacks import installed_version, release_of
 from tests.stacks.test_released import CHECKOUTS
 from tests.stacks.test_replay_layouts import KNOWN

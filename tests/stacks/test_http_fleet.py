@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from rollproof import clock
-from rollproof.case import Action, ActionKind, Case, Trigger
+from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.records import Request
+from rollproof.core.trace import Call, Recorder, Weights
 from rollproof.errors import UsageError
-from rollproof.fakes.fleet import Fleet
-from rollproof.records import Request
-from rollproof.stacks.http_fleet import HttpFleet
-from rollproof.trace import Call, Recorder, Weights
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.simulation import virtual_loop
+from rollproof.stacks._support.http_fleet import HttpFleet
 
 Talk = Callable[[HttpFleet, Fleet, httpx.AsyncClient], Awaitable[Any]]
 ASK: dict[str, Any] = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 3, "logprobs": 0}}
@@ -29,7 +29,7 @@ def talk(what: Talk, *actions: Action, flavour: str = "vllm", **options: Any) ->
         async with httpx.AsyncClient(timeout=None, verify=False) as client:  # noqa: S113, S501 - loopback in memory
             return await what(HttpFleet(fleet, **options), fleet, client)
 
-    return clock.run(main)
+    return virtual_loop.run(main)
 
 
 def test_a_call_is_answered_by_the_fleet_s_engine_and_charged_to_its_request() -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from rollproof.importing import standing_in
+from rollproof.stacks._support.importing import standing_in
 
 HARNESS = Path(__file__).parents[2] / "harness"
 COMPILED = """
@@ -74,10 +74,10 @@ def test_stand_ins_leave_what_they_replaced(folder: Path) -> None:
 
 
 def test_no_file_changes_the_modules_in_another_way() -> None:
-    """Only ``rollproof.importing`` writes to ``sys.modules``."""
-    files = [path for path in HARNESS.rglob("*.py") if path != HARNESS / "importing.py"]
+    """Only ``rollproof.stacks._support.importing`` writes to ``sys.modules``."""
+    files = [path for path in HARNESS.rglob("*.py") if path != HARNESS / "stacks" / "_support" / "importing.py"]
     assert [] == [str(path.relative_to(HARNESS)) for path in files if PATCHES.search(path.read_text(encoding="utf-8"))]
-    assert PATCHES.search((HARNESS / "importing.py").read_text(encoding="utf-8"))
+    assert PATCHES.search((HARNESS / "stacks" / "_support" / "importing.py").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

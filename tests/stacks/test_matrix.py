@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rollproof.checks import CheckResult, Verdict, default_registry
-from rollproof.cli.known import Known
-from rollproof.cli.targets import Target
+from rollproof.cli.named_targets import Target
+from rollproof.cli.pinned_verdicts import Known
 from rollproof.errors import ExpectationError, UsageError
-from rollproof.expected import Outcome
-from rollproof.report import Report
+from rollproof.judging.checks import CheckResult, Verdict, default_registry
+from rollproof.judging.report import Report
 from rollproof.stacks import STACKS, release_of
 from rollproof.stacks.matrix import Matrix
+from rollproof.verification.expected_failures import Outcome
 from tests.stacks.test_released import BATCHES
 
 ROOT = Path(__file__).parents[2]

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from rollproof import clock
-from rollproof.case import Case
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.failures import ServerDied
-from rollproof.fakes.fleet import Fleet
-from rollproof.records import Request
-from rollproof.stacks.nemo_rl.generation import AsyncLLM, generation_config, limits
-from rollproof.stacks.nemo_rl.imported import RayCalls, Ref
-from rollproof.trace import Recorder
+from rollproof.core.case import Case
+from rollproof.core.records import Request
+from rollproof.core.trace import Recorder
+from rollproof.fakes.engine.exceptions import ServerDied
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.simulation import virtual_loop
+from rollproof.stacks.nemo_rl.upstream import RayCalls, Ref
+from rollproof.stacks.nemo_rl.vllm_generation import AsyncLLM, generation_config, limits
 
 REQUEST = Request(request_id="r", prompt_ids=(2, 3, 4), max_tokens=5, sampling={"temperature": 0.5})
 
@@ -64,7 +64,7 @@ def test_a_call_that_would_block_is_refused() -> None:
         RAY.get(waits())
 
     with pytest.raises(RuntimeError, match="had to wait where NeMo-RL blocks its thread"):
-        clock.run(got)
+        virtual_loop.run(got)
 
 
 def test_a_run_s_configuration_holds_the_limits_of_its_one_request() -> None:
@@ -92,5 +92,5 @@ def test_the_engine_forgets_no_cache_while_a_call_runs() -> None:
         forgotten.append(final.outputs[0].finish_reason)
         return [*said, await llm.reset_prefix_cache()]
 
-    assert [False, True] == clock.run(played)
+    assert [False, True] == virtual_loop.run(played)
     assert ["length"] == forgotten

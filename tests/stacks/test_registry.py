@@ -10,11 +10,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from rollproof import stacks
-from rollproof.cli.targets import target_of_recipe
+from rollproof.cli.named_targets import target_of_recipe
 from rollproof.errors import StackError, UsageError
 from rollproof.stacks import STACKS, Found, Release, Stack, load_stack, parse_spec, release_of, requirements_file
 from rollproof.stacks.releases import changed_files, checked_out
-from rollproof.stacks.verl.versions import RELEASE, VERSIONS, import_verl
+from rollproof.stacks.verl.upstream import RELEASE, VERSIONS, import_verl
 
 
 def test_a_spec_is_a_name_or_a_name_and_a_version() -> None:
@@ -285,6 +285,6 @@ def test_parts_are_chosen_by_name() -> None:
 
 def test_attributes_that_moved_are_an_import_error() -> None:
     """A class that is no longer where the table says counts as a failed import, which names the module."""
-    with pytest.raises(ImportError, match=r"rollproof\.records has no \['Nothing'\]"):
-        stacks.attributes("rollproof.records", "Request", "Nothing")
+    with pytest.raises(ImportError, match=r"rollproof\.core\.records has no \['Nothing'\]"):
+        stacks.attributes("rollproof.core.records", "Request", "Nothing")
     assert Release is stacks.attributes("rollproof.stacks", "Release")[0]

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from rollproof.batching import judge_batches
-from rollproof.campaign import run_conformance
-from rollproof.case import Action, ActionKind, Case, Trigger
-from rollproof.expected import Outcome
-from rollproof.records import Request
-from rollproof.runner import run_case
+from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.records import Request
+from rollproof.core.trace import Result, Weights
+from rollproof.judging.known_failures import hold
 from rollproof.stacks import Stack, load_stack
 from rollproof.stacks.matrix import Matrix
-from rollproof.trace import Result, Weights
-from rollproof.ways import hold
+from rollproof.verification.batches import judge_batches
+from rollproof.verification.expected_failures import Outcome
+from rollproof.verification.rollouts import run_conformance
+from rollproof.verification.runner import run_case
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a framework's own warnings, and those of what it imports, are not ours to fix
 

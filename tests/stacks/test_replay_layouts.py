@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rollproof.checks import Verdict
-from rollproof.replay.layouts.judging import judge_layouts
+from rollproof.judging.checks import Verdict
+from rollproof.verification.layouts import judge_layouts
 
 DOCS = Path(__file__).parents[2] / "docs"
 KNOWN = {
@@ -55,7 +55,7 @@ def test_the_known_fault_of_stages_needs_a_custom_layout() -> None:
     """Even and uneven stages, with embedding and loss counted, are right: only cases with custom stages are blamed."""
     result = next(result for result in judge_layouts(_subject("VerlR2")).results if result.id == "layout.stage-gather")
     assert result.found
-    from rollproof.replay.layouts.cases import layout_calls
+    from rollproof.layouts.layout_cases import layout_calls
     from rollproof.stacks.verl.replay_layouts import VerlR2
 
     plain = [("gather_stages", call) for call in layout_calls("gather_stages", VerlR2.layout) if call.layout.stages.custom is None]

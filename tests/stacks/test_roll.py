@@ -6,13 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from rollproof import clock
-from rollproof.case import Case
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.fleet import Fleet
-from rollproof.records import Request
+from rollproof.core.case import Case
+from rollproof.core.records import Request
+from rollproof.core.trace import Pause, Recorder, Reply, Weights
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.simulation import virtual_loop
 from rollproof.stacks.roll.rollout import LoopSubject, TokenizerManager
-from rollproof.trace import Pause, Recorder, Reply, Weights
 
 REQUEST = Request(request_id="r", prompt_ids=(2, 3, 4), max_tokens=5)
 
@@ -35,7 +35,7 @@ def test_an_answer_is_one_dictionary_of_sglang_s() -> None:
     async def played() -> list[dict[str, Any]]:
         return [answer async for answer in TokenizerManager(engine_of_a_fleet()).generate_request(asked("q"), None)]
 
-    (answer,) = clock.run(played)
+    (answer,) = virtual_loop.run(played)
     assert 5 == len(answer["output_ids"])
     assert answer["output_ids"] == [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]]
     assert {"type": "length"} == answer["meta_info"]["finish_reason"]
@@ -52,7 +52,7 @@ def test_an_abort_is_sent_and_ends_the_call_of_its_id() -> None:
         manager.abort_request("a")
         return [answer["meta_info"]["finish_reason"]["type"] for answer in await asyncio.gather(*calls)]
 
-    assert ["abort", "length"] == clock.run(played)
+    assert ["abort", "length"] == virtual_loop.run(played)
 
 
 def test_an_abort_to_a_dead_server_is_lost() -> None:
@@ -64,7 +64,7 @@ def test_an_abort_to_a_dead_server_is_lost() -> None:
         TokenizerManager(engine).abort_request("a")
         await asyncio.sleep(1)
 
-    clock.run(played)
+    virtual_loop.run(played)
 
 
 def test_only_roll_itself_keeps_calls_away_from_weights_that_change() -> None:
@@ -81,7 +81,7 @@ def test_only_roll_itself_keeps_calls_away_from_weights_that_change() -> None:
         assert "length" == answer["meta_info"]["finish_reason"]["type"]
         return list(engine._recorder.events)
 
-    events = clock.run(played)
+    events = virtual_loop.run(played)
     assert [] == [event for event in events if isinstance(event, Pause)]
     assert [3] == [event.version for event in events if isinstance(event, Weights) and event.version]
     (reply,) = [event for event in events if isinstance(event, Reply)]

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from rollproof.batching import judge_batches
-from rollproof.campaign import run_conformance
-from rollproof.case import Action, ActionKind, Case, Trigger
-from rollproof.expected import Outcome
-from rollproof.records import Request
-from rollproof.report import Report
-from rollproof.runner import run_case
+from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.records import Request
+from rollproof.judging.known_failures import hold
+from rollproof.judging.report import Report
 from rollproof.stacks import Stack, load_stack
 from rollproof.stacks.matrix import Matrix
-from rollproof.stacks.verl.versions import VERSIONS
-from rollproof.ways import hold
+from rollproof.stacks.verl.upstream import VERSIONS
+from rollproof.verification.batches import judge_batches
+from rollproof.verification.expected_failures import Outcome
+from rollproof.verification.rollouts import run_conformance
+from rollproof.verification.runner import run_case
 
 MATRIX = Matrix.read("verl")
 PARTS = ("client", "single-turn-agent-loop", "tool-agent-loop", "checkpoint-manager")

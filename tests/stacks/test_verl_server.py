@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rollproof import clock
-from rollproof.case import Case, Model
-from rollproof.contract import PartialOff, Provenance, Rows, Versions
-from rollproof.fakes.fleet import Fleet
-from rollproof.records import EngineOutput, FinishReason, Request
-from rollproof.stacks.dialogue import PAD_ID, IdTokenizer, spell
-from rollproof.stacks.verl.dialogue import IdTool, parser_of
-from rollproof.stacks.verl.server import CONVENTIONS, Lengths, VerlServer, finish_reason_of, servers_of, token_output_fields
-from rollproof.stacks.verl.settings import client_contract, lengths_of
-from rollproof.stacks.verl.versions import VERSIONS, RouteArray, Verl
-from rollproof.trace import PauseMode, Recorder
+from rollproof.core.case import Case, Model
+from rollproof.core.contract import PartialOff, Provenance, Rows, Versions
+from rollproof.core.records import EngineOutput, FinishReason, Request
+from rollproof.core.trace import PauseMode, Recorder
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.simulation import virtual_loop
+from rollproof.stacks._support.tokenizer import PAD_ID, IdTokenizer, spell
+from rollproof.stacks.verl.rollout_servers import CONVENTIONS, Lengths, VerlServer, finish_reason_of, servers_of, token_output_fields
+from rollproof.stacks.verl.tool_dialogue import IdTool, parser_of
+from rollproof.stacks.verl.upstream import VERSIONS, RouteArray, Verl
+from rollproof.stacks.verl.verl_settings import client_contract, lengths_of
 
 
 def _output(*ids: int, reason: FinishReason = FinishReason.STOP, routes: bool = True) -> EngineOutput:
@@ -153,7 +153,7 @@ def _served(*, unlabelled: bool) -> tuple[Fleet, list[Any]]:
     def clock_time() -> float:
         return 0.0
 
-    outputs = clock.run(main)
+    outputs = virtual_loop.run(main)
     return made["fleet"], outputs
 
 
@@ -170,7 +170,7 @@ def test_the_client_contract_is_as_sampled_min_max_and_surfaces_aborts_when_part
     async def main() -> list[Any]:
         return [client_contract(Fleet(_case(partial=partial), Recorder(lambda: 0.0))) for partial in (True, False)]
 
-    on, off = clock.run(main)
+    on, off = virtual_loop.run(main)
     assert (Rows.FORWARDED, Versions.MIN_MAX, Provenance.AS_SAMPLED, "uint8") == (on.rows, on.versions, on.provenance, on.dtype)
     assert [False, True] == [on.abort_surfaces, off.abort_surfaces]
     assert PartialOff.SURFACED is off.partial_off
@@ -222,7 +222,7 @@ def test_a_tool_is_called_after_turns_that_end_by_themselves_while_answers_are_l
         answer = await tool.execute("", {})
         return [cut, whole, answer[0], await parser.extract_tool_calls([9])]
 
-    cut, whole, answer, later = clock.run(main)
+    cut, whole, answer, later = virtual_loop.run(main)
     assert ("5", []) == cut
     assert [{"name": tool.name, "arguments": "{}"}] == whole[1]
     assert "7 8" == answer

@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
+from rollproof.core.trace import Event, Header
 from rollproof.errors import TraceError
 from rollproof.store import TraceReader, TraceWriter, columns, stream
 from rollproof.store.frames import END, read_frame
 from rollproof.store.rows import Rows
-from rollproof.trace import Event, Header
-from tests.core.test_store_arrow import HEADER
+from tests.store.test_arrow_format import HEADER
 
 __all__ = ["Episodes", "flat", "forge", "pairs_of", "take"]
 

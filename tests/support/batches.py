@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.contract import Contract, Filler
-from rollproof.records import BatchRow, Rollout
+from rollproof.core.contract import Contract, Filler
+from rollproof.core.records import BatchRow, Rollout
 from tests.support.building import contract
 
 __all__ = ["Padder", "padded_contract"]

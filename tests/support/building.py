@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.contract import Contract
-from rollproof.records import EngineOutput, FinishReason, Request, Rollout, Span
-from rollproof.trace import Admit, Call, Event, Header, Pause, PauseMode, Recorder, Reply, Result, Resume, Submit, Trace, Weights
+from rollproof.core.contract import Contract
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, Span
+from rollproof.core.trace import Admit, Call, Event, Header, Pause, PauseMode, Recorder, Reply, Result, Resume, Submit, Trace, Weights
 
 MODEL: dict[str, Any] = {
     "layer_axis": "all",

@@ -15,7 +15,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from rollproof.engines.hosting import Host, run_host
+from rollproof.engines.host.host_server import Host, run_host
 
 
 class EchoHost(Host):

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollproof import clock
-from rollproof.case import EngineOptions, Model
-from rollproof.fakes.coded import CodedPolicy
-from rollproof.fakes.engine import FakeEngine
-from rollproof.fakes.flavours import FLAVOURS, Flavour
-from rollproof.records import EngineOutput, IntArray, Span
-from rollproof.trace import Event, Recorder, Reply
+from rollproof.core.case import EngineOptions, Model
+from rollproof.core.records import EngineOutput, IntArray, Span
+from rollproof.core.trace import Event, Recorder, Reply
+from rollproof.fakes.coded.policy import CodedPolicy
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.flavours import FLAVOURS, Flavour
+from rollproof.simulation import virtual_loop
 
 __all__ = ["PROMPT", "Bench", "on_clock", "pure", "spans"]
 
@@ -27,7 +27,7 @@ _E = TypeVar("_E", bound=Event)
 
 def on_clock(main: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
     """Run ``main()`` on a virtual clock."""
-    return clock.run(main)
+    return virtual_loop.run(main)
 
 
 class Bench:

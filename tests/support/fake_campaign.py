@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollproof import items, suites
-from rollproof.checks import CheckResult, Finding, Registry, Verdict, request_check
 from rollproof.errors import SubjectError
-from rollproof.report import Canary, Report
+from rollproof.judging.checks import CheckResult, Finding, Registry, Verdict, request_check
+from rollproof.judging.report import Canary, Report
+from rollproof.pytest_plugin import decorators, items
 
 __all__ = ["REGISTRY", "install", "run"]
 
@@ -65,8 +65,9 @@ def _result(check: Any, verdict: Verdict) -> CheckResult:
 
 def install() -> None:
     """Take the place of ``run_conformance`` and of the registry, for the whole process."""
-    from rollproof import checks, expected
+    from rollproof.judging import checks
+    from rollproof.verification import expected_failures
 
     items.run_conformance = run
-    for module in (suites, items, checks, expected):
+    for module in (decorators, items, checks, expected_failures):
         module.default_registry = lambda: REGISTRY

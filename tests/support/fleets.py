@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from rollproof.case import Action, ActionKind, Case, Trigger
-from rollproof.fakes.fleet import Fleet
-from rollproof.fakes.managers import AsSampled
-from rollproof.records import Request
-from rollproof.runner import run_case
-from rollproof.trace import Event, Recorder, Reply, Trace
+from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.records import Request
+from rollproof.core.trace import Event, Recorder, Reply, Trace
+from rollproof.fakes.clients.reference_clients import AsSampled
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.verification.runner import run_case
 
 __all__ = ["R0", "R1", "act", "case", "fleet_of", "lengths", "ran", "seen"]
 

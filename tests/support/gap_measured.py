@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollproof.fakes.gap import bank
-from rollproof.fakes.gap_faults import GapWorld, gap_columns
 from rollproof.gap import GapReport, measure
-from rollproof.gap.pairs import FloatArray
+from rollproof.gap.token_pairs import FloatArray
+from tests.support.gap_faults import GapWorld, gap_columns
+from tests.support.gap_profiles import bank
 
 __all__ = ["FROZEN_GENERATION", "FROZEN_MASK", "FROZEN_TRAINER", "measured", "sampled"]
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from rollproof.replay.hf import find_routers
-from rollproof.replay.hf.formulas import FORMULAS
+from rollproof.replay.hf.router_formulas import FORMULAS
 
 
 class Plain:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.contract import Provenance
-from rollproof.records import EngineOutput, FinishReason, Span
-from rollproof.stitching import Stitched, stitch
-from rollproof.trace import Call, Observation, Reply
-from rollproof.view import Attempt
+from rollproof.core.contract import Provenance
+from rollproof.core.records import EngineOutput, FinishReason, Span
+from rollproof.core.trace import Call, Observation, Reply
+from rollproof.judging.request_view import Attempt
+from rollproof.judging.stitching import Stitched, stitch
 
 __all__ = ["PROMPT", "History", "one", "rows_of"]
 

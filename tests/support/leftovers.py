@@ -20,6 +20,6 @@ def leftovers(engine: str) -> set[str]:
             line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if f"rollproof.engines.{engine}_host" in line or f"{engine}::" in line.lower():
+        if f"rollproof.engines.{engine}.{engine}_host" in line or f"{engine}::" in line.lower():
             found.add(f"{entry.parent.name}: {line}")
     return found

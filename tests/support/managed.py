@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from rollproof.case import Action, ActionKind, Case, Model, Trigger
-from rollproof.records import Request, Rollout
-from rollproof.runner import run_case
-from rollproof.trace import Result, Trace
+from rollproof.core.case import Action, ActionKind, Case, Model, Trigger
+from rollproof.core.records import Request, Rollout
+from rollproof.core.trace import Result, Trace
+from rollproof.verification.runner import run_case
 
 MODEL = Model(num_layers=4, moe_layers=(1, 2, 3), num_experts=64, top_k=4)
 R0 = Request(request_id="r0", prompt_ids=(11, 12, 13), max_tokens=6, sampling={"temperature": 1.0})

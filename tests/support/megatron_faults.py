@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.records import IntArray, Rollout
-from rollproof.replay.events import Action
-from rollproof.replay.layouts.mesh import Mesh
-from rollproof.replay.megatron.codes import CoreReplay
-from rollproof.replay.megatron.subject import MegatronTrainer
-from rollproof.replay.megatron.worker import Answer, Job, Run, _Worker
-from rollproof.replay.terms import Recompute
+from rollproof.core.events.replay import Action
+from rollproof.core.records import IntArray, Rollout
+from rollproof.core.replay_contract import Recompute
+from rollproof.layouts.mesh import Mesh
+from rollproof.replay.megatron.megatron_trainer import MegatronTrainer
+from rollproof.replay.megatron.rank_worker import Answer, Job, Run, _Worker
+from rollproof.replay.megatron.replay_code import CoreReplay
 
 __all__ = ["Unchecked", "faulty"]
 

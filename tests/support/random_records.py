@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rollproof import records
-from rollproof.trace import EVENT_KINDS, Event, Header
+from rollproof.core import records
+from rollproof.core.trace import EVENT_KINDS, Event, Header
 from tests.support.building import contract
 
 __all__ = ["alike", "any_event", "any_header", "records_of"]

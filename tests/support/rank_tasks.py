@@ -1,4 +1,4 @@
-"""Tasks for tests of ``rollproof.replay.ranks``: what each rank does for a job."""
+"""Tasks for tests of ``rollproof.replay.process_group``: what each rank does for a job."""
 
 from __future__ import annotations
 

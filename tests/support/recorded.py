@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.recording import EngineCall, Recording
-from rollproof.records import EngineOutput, FinishReason, Request, Rollout
-from rollproof.trace import Event
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.core.trace import Event
+from rollproof.recording.recorder import EngineCall, Recording
 from tests.support.building import coded_rows, contract
 
 __all__ = ["CONTRACT", "PROMPT", "Client", "Engine", "kinds", "to_call", "to_output", "to_record", "to_request", "wired"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rollproof.checks import CheckResult, default_registry
-from rollproof.contract import Contract
-from rollproof.fakes.replaying import ReplayTrainer
-from rollproof.judge import judge
-from rollproof.replay.contract import terms_of
-from rollproof.replay.driving import record_replay
+from rollproof.core.contract import Contract
+from rollproof.core.trainer_contract import terms_of
+from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
+from rollproof.judging.checks import CheckResult, default_registry
+from rollproof.judging.judge import judge
+from rollproof.replay.driver import record_replay
 
 __all__ = ["CHECKS", "declaring", "results"]
 

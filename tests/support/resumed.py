@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.records import Span
-from rollproof.trace import Score, Trace
+from rollproof.core.records import Span
+from rollproof.core.trace import Score, Trace
 from tests.support.building import TraceBuilder, contract
 
 ROLLOUT = np.array([-1.0, -0.25, -0.5, -0.75])

@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.checks import Registry
-from rollproof.invariants import stitch, versions
-from rollproof.judge import judge
-from rollproof.oracle import Oracle
-from rollproof.records import FinishReason, Rollout, Span, Version
-from rollproof.trace import Result, Trace
+from rollproof.core.oracle import Oracle
+from rollproof.core.records import FinishReason, Rollout, Span, Version
+from rollproof.core.trace import Result, Trace
+from rollproof.invariants.stitch import samples
+from rollproof.invariants.versions import sample_tags
+from rollproof.judging.checks import Registry
+from rollproof.judging.judge import judge
 from tests.support.building import TraceBuilder
-from tests.support.telling import Teller
+from tests.support.trace_builder import Teller
 
 __all__ = ["REGISTRY", "Part", "blamed", "sample_of", "tell", "with_sample"]
 
-REGISTRY = Registry([*stitch.CHECKS, *versions.CHECKS])
+REGISTRY = Registry([*samples.CHECKS, *sample_tags.CHECKS])
 _SAME = object()
 
 

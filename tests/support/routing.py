@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.checks import Finding, Registry
-from rollproof.contract import Contract
+from rollproof.core.contract import Contract
+from rollproof.core.records import Span
+from rollproof.core.trace import Trace
 from rollproof.invariants.routes import CHECKS
-from rollproof.judge import Judgement, judge
-from rollproof.records import Span
-from rollproof.trace import Trace
+from rollproof.judging.checks import Finding, Registry
+from rollproof.judging.judge import Judgement, judge
 from tests.support.building import TraceBuilder, contract
 
 __all__ = ["Segment", "Story", "failing", "filler", "only_finding"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rollproof.case import Action, ActionKind, Case, Trigger
-from rollproof.records import Request
-from rollproof.trace import Result, Trace
+from rollproof.core.case import Action, ActionKind, Case, Trigger
+from rollproof.core.records import Request
+from rollproof.core.trace import Result, Trace
 
 __all__ = ["CASE", "result_of"]
 

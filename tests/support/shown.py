@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollproof.progress import Progress
+from rollproof.core.progress import Progress
 
 
 def shown(config: pytest.Config) -> Callable[[Progress], None]:

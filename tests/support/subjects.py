@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rollproof.case import Case
-from rollproof.fakes.known_bugs.planting import ABORTED, CLEAN, SYNCED
-from rollproof.fakes.managers import AsSampled, Sample
-from rollproof.records import EngineOutput
+from rollproof.core.case import Case
+from rollproof.core.records import EngineOutput
+from rollproof.fakes.clients.reference_clients import AsSampled, Sample
+from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, SYNCED
 
 __all__ = ["CONCAT", "CORRECT", "Concat", "Correct", "Unfinished"]
 

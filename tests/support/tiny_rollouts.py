@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from rollproof.core.records import FinishReason, Rollout, Span
 from rollproof.fakes.tiny_models import make_checkpoint
-from rollproof.records import FinishReason, Rollout, Span
 
 __all__ = ["SIZES", "checkpoint", "load", "sample", "trace_of"]
 
@@ -80,7 +80,7 @@ def sample(
 
 def trace_of(rollouts: Sequence[Rollout]) -> Any:
     """A trace that holds the rollouts as results, and nothing else."""
-    from rollproof.trace import Result
+    from rollproof.core.trace import Result
     from tests.support.building import TraceBuilder, contract
 
     return TraceBuilder(contract(rows="none")).add(*(Result(request_id=one.request_id, rollout=one) for one in rollouts)).trace()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rollproof.gap.forwards import Forward
+from rollproof.gap.localise.forwards import Forward
 
 __all__ = ["VllmNamed", "vllm_forward"]
 

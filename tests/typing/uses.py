@@ -59,11 +59,11 @@ from rollproof import (
     run_conformance,
     trace_check,
 )
-from rollproof.engines.asks import EngineSettings
-from rollproof.engines.vllm import VllmEngine
-from rollproof.fakes.engine_subject import FakeEngineSubject
-from rollproof.records import IntArray
-from rollproof.replay.layouts import Layout
+from rollproof.core.engine_protocol import EngineSettings
+from rollproof.core.records import IntArray
+from rollproof.engines.vllm.vllm_engine import VllmEngine
+from rollproof.fakes.engine.engine_subject import FakeEngineSubject
+from rollproof.layouts import Layout
 
 __all__ = [
     "Action", "ActionKind", "BatchConformance", "BatchSubject", "Case", "CaseError", "Check", "Collector", "ConformanceError",

@@ -18,8 +18,8 @@ if find_spec("torch") is None:
     raise StackError("rollproof.replay.hf replays models of PyTorch, and torch is not installed: `pip install torch transformers`.")
 
 from rollproof.replay.hf.passes import Pass, Recorded, hf_record, hf_replay
-from rollproof.replay.hf.placing import batch_routes, packed_routes
+from rollproof.replay.hf.route_placement import batch_routes, packed_routes
+from rollproof.replay.hf.router_watch import watched
 from rollproof.replay.hf.routers import Router, Routers, find_routers
-from rollproof.replay.hf.watching import watched
 
 __all__ = ["Pass", "Recorded", "Router", "Routers", "batch_routes", "find_routers", "hf_record", "hf_replay", "packed_routes", "watched"]

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollproof.records import Rollout
-from rollproof.replay.hf.placing import batch_routes, packed_routes
-from rollproof.replay.layouts.packing import cumulative_lengths, packed
-from rollproof.replay.layouts.padding import Side, padded
-from rollproof.replay.layouts.sources import Source
+from rollproof.core.records import Rollout
+from rollproof.layouts.packing import cumulative_lengths, packed
+from rollproof.layouts.padding import Side, padded
+from rollproof.layouts.sources import Source
+from rollproof.replay.hf.route_placement import batch_routes, packed_routes
 
 __all__ = ["Inputs", "Layout", "lay_out"]
 

@@ -20,7 +20,7 @@ import torch
 
 from rollproof.errors import ReplayError
 from rollproof.replay.hf.routers import Router, Routers, find_routers
-from rollproof.replay.hf.targets import Targets, checked_targets
+from rollproof.replay.hf.target_routes import Targets, checked_targets
 from rollproof.replay.hf.topk import executed_ids, intercepted, native_choice, probe
 
 __all__ = ["Pass", "Recorded", "hf_record", "hf_replay"]

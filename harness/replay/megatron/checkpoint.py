@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rollproof.engines.declaring import model_of
+from rollproof.engines.contracts import model_of
 from rollproof.errors import UsageError
-from rollproof.replay.megatron.setups import Dispatcher, Setup
+from rollproof.replay.megatron.megatron_setups import Dispatcher, Setup
 
 __all__ = ["checkpoint_config", "checkpoint_setup", "rotary_base", "whole_weights"]
 

@@ -7,16 +7,16 @@ from collections.abc import Coroutine, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from rollproof.contract import Contract
-from rollproof.records import Request, Rollout
-from rollproof.stacks.areal.engine import Answer
-from rollproof.stacks.areal.settings import contract_of, disk_requests, engine_of, model_request, rollout_of
-from rollproof.stacks.areal.versions import AReaL
-from rollproof.stacks.certificates import without_certificates
-from rollproof.trace import PauseMode
+from rollproof.core.contract import Contract
+from rollproof.core.records import Request, Rollout
+from rollproof.core.trace import PauseMode
+from rollproof.stacks._support.httpx_client import without_certificates
+from rollproof.stacks.areal.areal_settings import contract_of, disk_requests, engine_of, model_request, rollout_of
+from rollproof.stacks.areal.inference_engine import Answer
+from rollproof.stacks.areal.upstream import AReaL
 
 if TYPE_CHECKING:
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["BridgeSubject"]
 
@@ -34,7 +34,7 @@ class BridgeSubject:
 
     def start(self, fleet: Fleet) -> None:
         """A bridge before each server."""
-        from rollproof.stacks.http_fleet import HttpFleet
+        from rollproof.stacks._support.http_fleet import HttpFleet
 
         fleet.pause_mode = PauseMode.ABORT
         fleet.clear_cache = True

@@ -16,9 +16,9 @@ _THIN = 10
 
 def load(found: Found) -> Stack:
     """Import miles and give its parts. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.miles.imported import import_miles
+    from rollproof.stacks._support.part import Part
     from rollproof.stacks.miles.rollout import SINGLE_TURN, MilesRankData, miles_arguments
-    from rollproof.stacks.parts import Part
+    from rollproof.stacks.miles.upstream import import_miles
     from rollproof.stacks.slime.rollout import PartialRollout
 
     miles = import_miles(found.version)

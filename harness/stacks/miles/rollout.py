@@ -10,7 +10,7 @@ from rollproof.stacks.slime.batch import RankData
 from rollproof.stacks.slime.rollout import slime_arguments
 
 if TYPE_CHECKING:
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["SINGLE_TURN", "MilesRankData", "miles_arguments"]
 

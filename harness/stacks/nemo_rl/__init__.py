@@ -19,12 +19,12 @@ _TURNS = 3
 
 def load(found: Found) -> Stack:
     """Import NeMo-RL from its checkout and give its parts. Raises ``StackError`` where it cannot be imported."""
+    from rollproof.stacks._support.part import Part
     from rollproof.stacks.nemo_rl.batch import AsyncBatch, ShardedBatch
     from rollproof.stacks.nemo_rl.collector import CollectorSubject
     from rollproof.stacks.nemo_rl.controller import ControllerSubject
-    from rollproof.stacks.nemo_rl.imported import import_nemo_rl
-    from rollproof.stacks.nemo_rl.sglang import SglangSubject
-    from rollproof.stacks.parts import Part
+    from rollproof.stacks.nemo_rl.sglang_generation import SglangSubject
+    from rollproof.stacks.nemo_rl.upstream import import_nemo_rl
 
     nemo = import_nemo_rl(found.version)
     parts = (

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
-from rollproof.records import BatchRow, Rollout
-from rollproof.stacks.dialogue import PAD_ID, spell
+from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.records import BatchRow, Rollout
+from rollproof.stacks._support.tokenizer import PAD_ID, spell
 from rollproof.stacks.nemo_rl.collector import message_rows
-from rollproof.stacks.nemo_rl.imported import NemoRl
+from rollproof.stacks.nemo_rl.upstream import NemoRl
 
 __all__ = ["AsyncBatch", "ShardedBatch"]
 

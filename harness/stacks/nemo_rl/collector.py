@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.contract import Contract, KvPolicy, TagRead, Versions
+from rollproof.core.contract import Contract, KvPolicy, TagRead, Versions
+from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
 from rollproof.errors import SubjectError
-from rollproof.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks.actors import taken
-from rollproof.stacks.dialogue import PAD_ID
+from rollproof.stacks._support.ray_actors import taken
+from rollproof.stacks._support.tokenizer import PAD_ID
 from rollproof.stacks.nemo_rl.controller import Transfer, rollout_contract
 from rollproof.stacks.nemo_rl.environment import datum, environment
-from rollproof.stacks.nemo_rl.generation import Tokenizer, limits, updatable, vllm_generation
-from rollproof.stacks.nemo_rl.imported import NemoRl, Ref
+from rollproof.stacks.nemo_rl.upstream import NemoRl, Ref
+from rollproof.stacks.nemo_rl.vllm_generation import Tokenizer, limits, updatable, vllm_generation
 
 if TYPE_CHECKING:
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["CollectorSubject", "message_rows"]
 

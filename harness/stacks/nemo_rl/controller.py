@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, MissingLogprobs, Provenance, ResumeBy, Rows, Sampling, Versions
-from rollproof.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks.actors import taken
-from rollproof.stacks.dialogue import PAD_ID
+from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, MissingLogprobs, Provenance, ResumeBy, Rows, Sampling, Versions
+from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.stacks._support.ray_actors import taken
+from rollproof.stacks._support.tokenizer import PAD_ID
 from rollproof.stacks.nemo_rl.environment import datum, environment
-from rollproof.stacks.nemo_rl.generation import Tokenizer, limits, updatable, vllm_generation
-from rollproof.stacks.nemo_rl.imported import NemoRl
+from rollproof.stacks.nemo_rl.upstream import NemoRl
+from rollproof.stacks.nemo_rl.vllm_generation import Tokenizer, limits, updatable, vllm_generation
 
 if TYPE_CHECKING:
-    from rollproof.fakes.engine import FakeEngine
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fake_engine import FakeEngine
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["ControllerSubject", "Transfer", "rollout_contract"]
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rollproof.records import Request
-from rollproof.stacks.dialogue import spell
-from rollproof.stacks.nemo_rl.generation import limits
-from rollproof.stacks.nemo_rl.imported import NemoRl, Ref
-from rollproof.trace import Observation
+from rollproof.core.records import Request
+from rollproof.core.trace import Observation
+from rollproof.stacks._support.tokenizer import spell
+from rollproof.stacks.nemo_rl.upstream import NemoRl, Ref
+from rollproof.stacks.nemo_rl.vllm_generation import limits
 
 if TYPE_CHECKING:
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["TASK", "datum", "environment"]
 

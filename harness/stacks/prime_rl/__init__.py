@@ -21,10 +21,10 @@ _TURNS = 3
 
 def load(found: Found) -> Stack:
     """Import prime-rl from its checkout and give its parts. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.parts import Part
+    from rollproof.stacks._support.part import Part
     from rollproof.stacks.prime_rl.batch import MicroBatches
-    from rollproof.stacks.prime_rl.imported import import_prime_rl
     from rollproof.stacks.prime_rl.orchestrator import Orchestrated
+    from rollproof.stacks.prime_rl.upstream import import_prime_rl
 
     prime = import_prime_rl(found.version)
     part = Part(name="orchestrator", make=lambda: Orchestrated(prime), flavours=("vllm-0.26",), turns=_TURNS, thin=_THIN)

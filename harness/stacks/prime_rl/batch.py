@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
-from rollproof.records import BatchRow, Rollout
-from rollproof.stacks.prime_rl.imported import PrimeRl
+from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.records import BatchRow, Rollout
+from rollproof.stacks.prime_rl.upstream import PrimeRl
 
 __all__ = ["MicroBatches"]
 

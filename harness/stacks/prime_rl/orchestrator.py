@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.contract import Contract, PartialOff, Versions
-from rollproof.fakes.http.backing import RoutesForm
-from rollproof.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks.certificates import without_certificates
-from rollproof.stacks.http_fleet import HttpFleet
-from rollproof.stacks.prime_rl.imported import PrimeRl
+from rollproof.core.contract import Contract, PartialOff, Versions
+from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.trace import PauseMode
+from rollproof.fakes.http.engine_backend import RoutesForm
+from rollproof.stacks._support.http_fleet import HttpFleet
+from rollproof.stacks._support.httpx_client import without_certificates
+from rollproof.stacks.prime_rl.upstream import PrimeRl
 from rollproof.stacks.verifiers.rollout import MODEL, Player, branch_contract, reason_of
-from rollproof.trace import PauseMode
 
 if TYPE_CHECKING:
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["Orchestrated", "Sampled"]
 

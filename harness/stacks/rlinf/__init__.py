@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollproof.stacks import Found, Stack
-from rollproof.stacks.rlinf.imported import RELEASE, import_rlinf
+from rollproof.stacks.rlinf.upstream import RELEASE, import_rlinf
 
 __all__ = ["RELEASE", "load"]
 
@@ -12,7 +12,7 @@ _THIN = 3
 
 def load(found: Found) -> Stack:
     """Import RLinf and give its part. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.parts import Part
+    from rollproof.stacks._support.part import Part
     from rollproof.stacks.rlinf.worker import WorkerSubject
 
     rlinf = import_rlinf(found.version)

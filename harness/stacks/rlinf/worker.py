@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollproof.contract import Contract, KvPolicy, ResumeBy, Rows, Sampling, Versions
-from rollproof.records import EngineOutput, FinishReason, Request, Rollout, as_logprobs, as_tokens
-from rollproof.stacks.rlinf.imported import RLinf
-from rollproof.trace import PauseMode
+from rollproof.core.contract import Contract, KvPolicy, ResumeBy, Rows, Sampling, Versions
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout, as_logprobs, as_tokens
+from rollproof.core.trace import PauseMode
+from rollproof.stacks.rlinf.upstream import RLinf
 
 if TYPE_CHECKING:
-    from rollproof.fakes.engine import FakeEngine
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fake_engine import FakeEngine
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["Answer", "WorkerSubject"]
 

@@ -18,10 +18,10 @@ _THIN = 3
 
 def load(found: Found) -> Stack:
     """Import ROLL from its checkout and give its part. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.parts import Part
+    from rollproof.stacks._support.part import Part
     from rollproof.stacks.roll.batch import OutputBatch
-    from rollproof.stacks.roll.imported import import_roll
     from rollproof.stacks.roll.rollout import LoopSubject
+    from rollproof.stacks.roll.upstream import import_roll
 
     roll = import_roll(found.version)
     part = Part(name="rollout-loop", make=lambda: LoopSubject(roll), flavours=("sglang",), thin=_THIN)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
-from rollproof.records import BatchRow, Rollout
-from rollproof.stacks.dialogue import PAD_ID
-from rollproof.stacks.roll.imported import Roll
+from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.records import BatchRow, Rollout
+from rollproof.stacks._support.tokenizer import PAD_ID
+from rollproof.stacks.roll.upstream import Roll
 
 __all__ = ["OutputBatch"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.contract import (
+from rollproof.core.contract import (
     Contract,
     Filler,
     KvPolicy,
@@ -25,15 +25,15 @@ from rollproof.contract import (
     Sampling,
     Versions,
 )
-from rollproof.fakes.failures import EngineFailure, ServerDied
-from rollproof.records import EngineOutput, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks.actors import taken
-from rollproof.stacks.dialogue import PAD_ID
-from rollproof.stacks.roll.imported import Roll
+from rollproof.core.records import EngineOutput, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.fakes.engine.exceptions import EngineFailure, ServerDied
+from rollproof.stacks._support.ray_actors import taken
+from rollproof.stacks._support.tokenizer import PAD_ID
+from rollproof.stacks.roll.upstream import Roll
 
 if TYPE_CHECKING:
-    from rollproof.fakes.engine import FakeEngine
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fake_engine import FakeEngine
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["LoopSubject", "TokenizerManager"]
 

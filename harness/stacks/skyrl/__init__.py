@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollproof.stacks import Found, Stack
-from rollproof.stacks.skyrl.versions import RELEASE
+from rollproof.stacks.skyrl.upstream import RELEASE
 
 __all__ = ["RELEASE", "load"]
 
@@ -13,11 +13,11 @@ _THIN = 6
 
 def load(found: Found) -> Stack:
     """Import SkyRL and give its parts. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.parts import Part
+    from rollproof.stacks._support.part import Part
     from rollproof.stacks.skyrl.batch import BatchTensors, TrainingInput
-    from rollproof.stacks.skyrl.client import ClientSubject
     from rollproof.stacks.skyrl.generator import GeneratorSubject
-    from rollproof.stacks.skyrl.versions import import_skyrl
+    from rollproof.stacks.skyrl.inference_client import ClientSubject
+    from rollproof.stacks.skyrl.upstream import import_skyrl
 
     skyrl = import_skyrl(found.version, found.line)
     parts = (

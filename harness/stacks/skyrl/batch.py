@@ -13,11 +13,11 @@ from unittest import mock
 
 import numpy as np
 
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
-from rollproof.records import BatchRow, IntArray, Rollout
+from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.records import BatchRow, IntArray, Rollout
 from rollproof.stacks import attributes
-from rollproof.stacks.dialogue import IdTokenizer
-from rollproof.stacks.skyrl.versions import RouteForm, SkyRL
+from rollproof.stacks._support.tokenizer import IdTokenizer
+from rollproof.stacks.skyrl.upstream import RouteForm, SkyRL
 
 __all__ = ["BatchTensors", "TrainingInput"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
-from rollproof.stacks.dialogue import spell
+from rollproof.stacks._support.tokenizer import spell
 
 __all__ = ["ENTRY", "NAME"]
 

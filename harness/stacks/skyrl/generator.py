@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.contract import Contract, MissingLogprobs, Provenance, Rows
-from rollproof.lending import lend
-from rollproof.records import Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks.dialogue import spell
-from rollproof.stacks.skyrl.client import Answer, SkyRLHost, client_contract, reason_of, sampling_of, wants_routes
-from rollproof.stacks.skyrl.versions import SkyRL
-from rollproof.trace import Observation
+from rollproof.core.contract import Contract, MissingLogprobs, Provenance, Rows
+from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.trace import Observation
+from rollproof.simulation.mutation_guard import lend
+from rollproof.stacks._support.tokenizer import spell
+from rollproof.stacks.skyrl.inference_client import Answer, SkyRLHost, client_contract, reason_of, sampling_of, wants_routes
+from rollproof.stacks.skyrl.upstream import SkyRL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["GeneratorSubject"]
 

@@ -19,16 +19,16 @@ from unittest import mock
 
 import numpy as np
 
-from rollproof.contract import Rows
+from rollproof.core.contract import Rows
+from rollproof.core.records import IntArray
 from rollproof.errors import StackError
-from rollproof.importing import standing_in
-from rollproof.records import IntArray
-from rollproof.replay.layouts.layout import Layout
-from rollproof.replay.layouts.mesh import Mesh, Rank
-from rollproof.replay.layouts.packing import Alignment
-from rollproof.replay.layouts.padding import Fill, Side
-from rollproof.replay.layouts.slicing import Order
-from rollproof.stacks.megatron_rank import megatron_config, megatron_rank
+from rollproof.layouts.layout import Layout
+from rollproof.layouts.mesh import Mesh, Rank
+from rollproof.layouts.packing import Alignment
+from rollproof.layouts.padding import Fill, Side
+from rollproof.layouts.slicing import Order
+from rollproof.stacks._support.importing import standing_in
+from rollproof.stacks._support.megatron import megatron_config, megatron_rank
 
 __all__ = ["SkyRLPacked", "SkyRLPadded", "replay_utils"]
 

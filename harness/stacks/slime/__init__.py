@@ -19,10 +19,10 @@ _THIN = 10
 
 def load(found: Found) -> Stack:
     """Import slime from its checkout and give its parts. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.parts import Part
+    from rollproof.stacks._support.part import Part
     from rollproof.stacks.slime.batch import RankData
-    from rollproof.stacks.slime.imported import import_slime
     from rollproof.stacks.slime.rollout import PartialRollout
+    from rollproof.stacks.slime.upstream import import_slime
 
     slime = import_slime(found.version)
     part = Part(name="partial-rollout", make=lambda: PartialRollout(slime), flavours=_FLAVOURS, thin=_THIN)

@@ -12,10 +12,10 @@ from unittest import mock
 
 import numpy as np
 
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
-from rollproof.records import BatchRow, Rollout
-from rollproof.stacks.actors import taken
-from rollproof.stacks.slime.imported import Slime
+from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.records import BatchRow, Rollout
+from rollproof.stacks._support.ray_actors import taken
+from rollproof.stacks.slime.upstream import Slime
 
 __all__ = ["RankData"]
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 
-from rollproof.contract import (
+from rollproof.core.contract import (
     Contract,
     Filler,
     KvPolicy,
@@ -24,14 +24,14 @@ from rollproof.contract import (
     Sampling,
     Versions,
 )
-from rollproof.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks.dialogue import IdTokenizer, spell
-from rollproof.stacks.http_fleet import HttpFleet
-from rollproof.stacks.slime.imported import Slime
-from rollproof.trace import PauseMode
+from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.trace import PauseMode
+from rollproof.stacks._support.http_fleet import HttpFleet
+from rollproof.stacks._support.tokenizer import IdTokenizer, spell
+from rollproof.stacks.slime.upstream import Slime
 
 if TYPE_CHECKING:
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["PartialRollout", "slime_arguments"]
 

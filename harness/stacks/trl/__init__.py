@@ -15,10 +15,10 @@ _THIN = 6
 
 def load(found: Found) -> Stack:
     """Import TRL and give its parts. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.parts import Part
+    from rollproof.stacks._support.part import Part
     from rollproof.stacks.trl.batch import PackedRows
-    from rollproof.stacks.trl.imported import import_trl
     from rollproof.stacks.trl.rollout import LoopSubject
+    from rollproof.stacks.trl.upstream import import_trl
 
     if found.line not in VERSIONS:
         raise StackError(f"trl {found.line} is not in the table of known releases ({', '.join(VERSIONS)}).")

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.contract import Contract, KvPolicy, Logprobs, MissingLogprobs, ResumeBy, Rows, Versions
-from rollproof.records import BatchRow, Rollout
-from rollproof.stacks.dialogue import PAD_ID
-from rollproof.stacks.trl.imported import Trl
+from rollproof.core.contract import Contract, KvPolicy, Logprobs, MissingLogprobs, ResumeBy, Rows, Versions
+from rollproof.core.records import BatchRow, Rollout
+from rollproof.stacks._support.tokenizer import PAD_ID
+from rollproof.stacks.trl.upstream import Trl
 
 __all__ = ["PackedRows"]
 

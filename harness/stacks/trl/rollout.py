@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.contract import Contract, KvPolicy, MissingLogprobs, ResumeBy, Rows, Sampling, TagRead, Versions
+from rollproof.core.contract import Contract, KvPolicy, MissingLogprobs, ResumeBy, Rows, Sampling, TagRead, Versions
+from rollproof.core.records import Request, Rollout, as_logprobs, as_tokens
+from rollproof.core.trace import Observation, PauseMode
 from rollproof.errors import SubjectError
-from rollproof.fakes.failures import EngineFailure
-from rollproof.records import Request, Rollout, as_logprobs, as_tokens
-from rollproof.stacks.dialogue import IdTokenizer, spell
-from rollproof.stacks.http_fleet import HttpFleet
-from rollproof.stacks.trl.imported import Trl
-from rollproof.trace import Observation, PauseMode
+from rollproof.fakes.engine.exceptions import EngineFailure
+from rollproof.stacks._support.http_fleet import HttpFleet
+from rollproof.stacks._support.tokenizer import IdTokenizer, spell
+from rollproof.stacks.trl.upstream import Trl
 
 if TYPE_CHECKING:
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["LoopSubject"]
 

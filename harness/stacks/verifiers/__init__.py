@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollproof.stacks import Found, Stack
-from rollproof.stacks.verifiers.versions import RELEASE, import_verifiers
+from rollproof.stacks.verifiers.upstream import RELEASE, import_verifiers
 
 __all__ = ["RELEASE", "load"]
 
@@ -13,7 +13,7 @@ _TURNS = 3
 
 def load(found: Found) -> Stack:
     """Import verifiers and give its part. Raises ``StackError`` where it cannot be imported."""
-    from rollproof.stacks.parts import Part
+    from rollproof.stacks._support.part import Part
     from rollproof.stacks.verifiers.rollout import RolloutSubject
 
     verifiers = import_verifiers(found.version)

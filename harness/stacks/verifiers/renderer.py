@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollproof.stacks.dialogue import spell
+from rollproof.stacks._support.tokenizer import spell
 
 if TYPE_CHECKING:
-    from rollproof.stacks.verifiers.versions import Verifiers
+    from rollproof.stacks.verifiers.upstream import Verifiers
 
 __all__ = ["IdRenderer"]
 

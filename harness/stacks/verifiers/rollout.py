@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.contract import (
+from rollproof.core.contract import (
     Contract,
     Filler,
     KvPolicy,
@@ -21,17 +21,17 @@ from rollproof.contract import (
     Sampling,
     Versions,
 )
-from rollproof.fakes.http.backing import RoutesForm
-from rollproof.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks.certificates import without_certificates
-from rollproof.stacks.dialogue import spell
-from rollproof.stacks.http_fleet import HttpFleet
+from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.trace import Observation, PauseMode
+from rollproof.fakes.http.engine_backend import RoutesForm
+from rollproof.stacks._support.http_fleet import HttpFleet
+from rollproof.stacks._support.httpx_client import without_certificates
+from rollproof.stacks._support.tokenizer import spell
 from rollproof.stacks.verifiers.renderer import IdRenderer
-from rollproof.stacks.verifiers.versions import Verifiers
-from rollproof.trace import Observation, PauseMode
+from rollproof.stacks.verifiers.upstream import Verifiers
 
 if TYPE_CHECKING:
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["MODEL", "Played", "Player", "RolloutSubject", "branch_contract", "reason_of"]
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollproof.contract import Contract, MissingLogprobs, PartialOff, Rows
-from rollproof.lending import lend
-from rollproof.records import Request, Rollout, as_logprobs, as_routes, as_tokens
-from rollproof.stacks.dialogue import IdTokenizer, spell
-from rollproof.stacks.verl.client import Answer, VerlHost
-from rollproof.stacks.verl.dialogue import IdTool, parser_of
-from rollproof.stacks.verl.settings import PARSER, client_contract
-from rollproof.stacks.verl.versions import Verl
-from rollproof.trace import Observation, PauseMode
+from rollproof.core.contract import Contract, MissingLogprobs, PartialOff, Rows
+from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.trace import Observation, PauseMode
+from rollproof.simulation.mutation_guard import lend
+from rollproof.stacks._support.tokenizer import IdTokenizer, spell
+from rollproof.stacks.verl.resume_client import Answer, VerlHost
+from rollproof.stacks.verl.tool_dialogue import IdTool, parser_of
+from rollproof.stacks.verl.upstream import Verl
+from rollproof.stacks.verl.verl_settings import PARSER, client_contract
 
 if TYPE_CHECKING:
-    from rollproof.fakes.fleet import Fleet
+    from rollproof.fakes.engine.fleet import Fleet
 
 __all__ = ["AgentLoopSubject"]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from rollproof.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
-from rollproof.records import BatchRow, IntArray, LogprobArray, Rollout
+from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, MissingLogprobs, Provenance, ResumeBy, Rows, Versions
+from rollproof.core.records import BatchRow, IntArray, LogprobArray, Rollout
 from rollproof.stacks import attributes
-from rollproof.stacks.dialogue import IdTokenizer
-from rollproof.stacks.verl.versions import Verl
+from rollproof.stacks._support.tokenizer import IdTokenizer
+from rollproof.stacks.verl.upstream import Verl
 
 __all__ = ["PaddedBatch", "SampleDicts", "UnpaddedBatch"]
 

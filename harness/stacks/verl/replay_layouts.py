@@ -17,13 +17,13 @@ from unittest import mock
 
 import numpy as np
 
-from rollproof.records import IntArray
-from rollproof.replay.layouts.context import Context
-from rollproof.replay.layouts.layout import Layout
-from rollproof.replay.layouts.mesh import Mesh, Rank
-from rollproof.replay.layouts.packing import Alignment
-from rollproof.replay.layouts.padding import Fill, Side
-from rollproof.stacks.megatron_rank import OneOf, megatron_config, megatron_rank
+from rollproof.core.records import IntArray
+from rollproof.layouts.context import Context
+from rollproof.layouts.layout import Layout
+from rollproof.layouts.mesh import Mesh, Rank
+from rollproof.layouts.packing import Alignment
+from rollproof.layouts.padding import Fill, Side
+from rollproof.stacks._support.megatron import OneOf, megatron_config, megatron_rank
 
 __all__ = ["VerlPadded", "VerlR2", "VerlR3", "VerlR3Contiguous", "VerlSamples"]
 

@@ -1,0 +1,216 @@
+"""Fake engine as an ``EngineSubject``: driven by the same conformance run as real engines, on a virtual clock, in milliseconds.
+
+It hands over what a real engine would show and nothing else: the truth that the fake records stays in a recorder of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rollproof.core.case import EngineOptions, Model
+from rollproof.core.contract import Contract, KvPolicy, Logprobs
+from rollproof.core.engine_contract import PauseMode, Refusal, RoutesSwitch, StreamMode
+from rollproof.core.engine_protocol import EngineSettings, Piece, Query, Watch, WeightUpdate
+from rollproof.core.records import EngineOutput, FinishReason, IntArray, LogprobArray
+from rollproof.core.trace import Admit, Recorder
+from rollproof.errors import EngineRefused
+from rollproof.fakes.coded.policy import CodedPolicy
+from rollproof.fakes.engine.exceptions import BadCall, EnginePaused
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.flavours import Flavour, engine_contract, engine_terms, flavour_named
+from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.scheduler import EngineHooks
+
+__all__ = ["MODEL", "VERSIONS", "CodedReference", "FakeEngineSubject"]
+
+MODEL = Model(num_layers=5, moe_layers=(1, 2, 3, 4), num_experts=8, top_k=2)
+"""The model that fake engines stand for: its first layer is dense, so that a mistaken layer axis shows."""
+VERSIONS: Mapping[str, int] = {"A": 0, "B": 1}
+"""The fake's number of the weights of each checkpoint."""
+
+
+class FakeEngineSubject:
+    """The fake engine of ``flavour`` behind the interface of engine adapters. ``settings.model`` is not read: the model is ``MODEL``."""
+
+    contract: Contract
+
+    def __init__(self, settings: EngineSettings, flavour: str | Flavour = "vllm", seed: int = 0) -> None:
+        self.settings = settings
+        self.flavour: Flavour = flavour_named(flavour) if isinstance(flavour, str) else flavour
+        self.policy: CodedPolicy = CodedPolicy.from_model(MODEL, seed)
+        terms = engine_terms(self.flavour, settings.max_length)
+        self.contract = replace(engine_contract(self.flavour, MODEL, KvPolicy.RECOMPUTE), engine=terms)
+        self._watching: dict[str, tuple[Query, Watch]] = {}
+        self._recorder: Recorder | None = None
+        self._engine: FakeEngine | None = None
+
+    @property
+    def engine(self) -> FakeEngine:
+        """The fake itself, once it is started."""
+        assert self._engine is not None
+        return self._engine
+
+    async def start(self) -> None:
+        """Make the engine on the running loop."""
+        loop = asyncio.get_running_loop()
+        self._recorder = Recorder(loop.time)
+        self._engine = self.make_engine(
+            EngineOptions(
+                max_batch=self.settings.max_batch,
+                prefill_chunk=self.settings.prefill_chunk,
+                prefix_cache=self.settings.prefix_cache,
+                kv_tokens=self.settings.kv_tokens,
+            ),
+            self._recorder,
+        )
+
+    def make_engine(self, options: EngineOptions, recorder: Recorder) -> FakeEngine:
+        """The engine below; known bugs put a faulty one here."""
+        return FakeEngine(
+            "e0",
+            self.policy,
+            self.flavour,
+            options,
+            recorder,
+            version=VERSIONS[self.settings.version],
+            label=self.settings.label,
+            hooks=_Progress(self),
+            max_length=self.settings.max_length,
+        )
+
+    async def generate(self, query: Query, watch: Watch) -> Sequence[EngineOutput]:
+        """Raises ``EngineRefused`` for what the flavour refuses."""
+        self._watching[query.handle] = (query, watch)
+        empty = _as_declared(self.flavour, query)
+        if empty is not None:
+            watch(Piece(token_ids=(), sampled=0, finished=True))
+            return [empty]
+        always = self.flavour.routes_switch is RoutesSwitch.ENGINE
+        try:
+            outputs = await asyncio.gather(
+                *(
+                    self.engine.generate(
+                        prompt_ids=query.prompt_ids,
+                        max_tokens=query.max_tokens,
+                        request_id=query.handle,
+                        sampling={"temperature": query.temperature},
+                        want_routes=query.want_routes or always,
+                        want_logprobs=query.want_logprobs,
+                        routes_start=query.routes_start or 0,
+                    )
+                    for _ in range(query.samples)
+                )
+            )
+        except (BadCall, EnginePaused) as error:
+            raise EngineRefused(str(error), kind=type(error).__name__) from error
+        shown = [self.shown(output, query) for output in outputs]
+        for sample, output in enumerate(shown):
+            self._tell_end(output, query, watch, sample)
+        return shown
+
+    def shown(self, output: EngineOutput, query: Query) -> EngineOutput:
+        """What the engine shows of a finished call; known bugs change it."""
+        if self.flavour.logprobs is Logprobs.TEMPERATURE_SCALED and output.logprobs is not None:
+            return replace(output, logprobs=scaled(output.logprobs, query.temperature))
+        return output
+
+    async def abort(self, handle: str) -> None:
+        await self.engine.abort(handle)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        await self.engine.pause(mode, clear_cache)
+
+    async def resume(self) -> None:
+        await self.engine.resume()
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        await self.engine.load(VERSIONS[update.version], update.label, identity=update.identity)
+        if update.clear_cache:
+            self.engine.reset_prefix_cache()
+
+    async def clear_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    async def counters(self) -> Mapping[str, float]:
+        assert self._recorder is not None
+        admitted = [event.call_id for event in self._recorder.events if isinstance(event, Admit)]
+        return {"preemptions": float(len(admitted) - len(set(admitted)))}
+
+    async def stop(self) -> None:
+        """Nothing outlives the loop."""
+
+    def tell_progress(self, call: EngineCall) -> None:
+        """A token of a running call: the piece that the engine streams of it."""
+        query, watch = self._watching[call.rid]
+        if query.stream is StreamMode.FINAL or query.samples > 1:
+            return
+        tokens = tuple(call.ids[call.prompt_len :])
+        shown = tokens if query.stream is StreamMode.CUMULATIVE else tokens[-1:]
+        # the last token of a call comes with its end
+        if call.sampled < query.max_tokens:
+            watch(self.piece(Piece(token_ids=shown, sampled=len(tokens)), query))
+
+    def piece(self, piece: Piece, query: Query) -> Piece:
+        """What is streamed; known bugs change it."""
+        return piece
+
+    def _tell_end(self, output: EngineOutput, query: Query, watch: Watch, sample: int) -> None:
+        tokens = output.token_ids
+        if query.stream is StreamMode.DELTA and query.samples == 1:
+            tokens = tokens[-1:] if output.finish_reason is not FinishReason.ABORT else ()
+        rows = None if output.routes is None else len(output.routes)
+        last = Piece(token_ids=tokens, sampled=len(output.token_ids), rows=rows, finished=True, sample=sample)
+        watch(self.piece(last, query))
+
+
+class _Progress(EngineHooks):
+    """Tells the subject of every token."""
+
+    def __init__(self, subject: FakeEngineSubject) -> None:
+        super().__init__()
+        self._subject = subject
+
+    def watches(self, request_id: str) -> bool:
+        """Of every call."""
+        return True
+
+    def sampled(self, call: EngineCall) -> bool:
+        """Pass it on; the engine looks at the call's end at once."""
+        self._subject.tell_progress(call)
+        return False
+
+
+class CodedReference:
+    """The coded policy as an independent forward (``rollproof.engines.reference_model.Reference``): exact, so that no margin is small."""
+
+    def __init__(self, policy: CodedPolicy) -> None:
+        self._policy = policy
+
+    def forward(
+        self, version: str, ids: Sequence[int], temperature: float
+    ) -> tuple[LogprobArray, LogprobArray, IntArray, LogprobArray, LogprobArray]:
+        """Logprobs at 1 and at ``temperature``, routes, margins and orders, as ``rollproof.core.trace.Reference`` has them."""
+        number = VERSIONS[version]
+        raw = self._policy.logprobs(number, ids, 0)
+        raw[:1] = np.nan
+        routes = self._policy.routes(number, ids)
+        wide = np.full(routes.shape[:2], np.inf)
+        return raw, scaled(raw, temperature), routes, wide, wide
+
+
+def scaled(logprobs: LogprobArray, temperature: float) -> LogprobArray:
+    """The stand-in for a distribution at a temperature: a coded policy has none, and any function that differs will do."""
+    return logprobs if temperature in (0.0, 1.0) else logprobs / temperature
+
+
+def _as_declared(flavour: Flavour, query: Query) -> EngineOutput | None:
+    """The reply to a call without a prompt, where the flavour answers such calls at all."""
+    how = None if query.prompt_ids else flavour.empty_prompt
+    if how not in (Refusal.EMPTY, Refusal.ABORT):
+        return None
+    reason = FinishReason.LENGTH if how is Refusal.EMPTY else FinishReason.ABORT
+    return EngineOutput(token_ids=(), logprobs=None, routes=None, finish_reason=reason, native=flavour.native[reason])

@@ -1,0 +1,270 @@
+"""Flavours: the conventions in which engines answer, declared as data.
+
+Each value was measured on, or read from, a release of the engine: the docstring of the field says where engines differ
+and ``FLAVOURS`` who does what. The fake engine reads these fields; it never asks for a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from types import MappingProxyType
+
+import numpy as np
+
+from rollproof.core.case import Model
+from rollproof.core.contract import Contract, Filler, KvPolicy, LayerAxis, Logprobs, Provenance, ResumeBy, Rows, TagRead, Versions
+from rollproof.core.engine_contract import EngineTerms, PausedCalls, PauseMode, Refusal, ReplyKey, RoutesSwitch, StreamMode
+from rollproof.core.records import FinishReason
+from rollproof.errors import UsageError
+
+__all__ = [
+    "FLAVOURS",
+    "Flavour",
+    "PausedCalls",
+    "Recompute",
+    "VersionTag",
+    "engine_contract",
+    "engine_terms",
+    "flavour_named",
+]
+
+
+class VersionTag(StrEnum):
+    """Which weight-version labels a reply shows."""
+
+    NONE = "none"
+    EMISSION = "emission"
+    """One label: the server's when the reply was emitted. Wrong for a call that an update overtook."""
+    ADMISSION = "admission"
+    """One label: the server's when the call was admitted. May name weights that sampled no token (vLLM #54443)."""
+    SPANS = "spans"
+    """The label under which each token was sampled, as spans over the tokens of the call."""
+    SPANS_AND_LAST = "spans-and-last"
+    """Spans, and as the one label that of the last span; a call without tokens shows one empty span."""
+
+
+class Recompute(StrEnum):
+    """What a second prefill of the same call does to the rows of tokens that were already sampled."""
+
+    KEPT = "kept"
+    """Rows stay those of the first computation."""
+    OVERWRITTEN = "overwritten"
+    """Rows are stored by KV slot: the recompute overwrites them (SGLang #39633, #24001)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flavour:
+    """Declared conventions of an engine; ``source`` says how they are known.
+
+    ``dtypes`` are pairs (largest number of experts, numpy name), ascending: the first that fits is used.
+    ``abort_by_prefix``: aborting ``"1"`` also aborts ``"10"``. ``queued_abort_keeps_keys``: an abort in the waiting
+    queue, or while the prompt is being computed, shows the keys that any other reply shows; without, it has no routes and no count of
+    cached tokens, and ``queued_message`` as its message (SGLang's ``_make_abort_req``, measured on 0.5.21); an abort of a call that
+    samples has ``abort_message``.
+    ``queued_counts``: an abort in the waiting queue says that 0 tokens were cached.
+    ``pause_modes`` are those that the engine offers; the fake accepts all of them. ``routes_switch`` to
+    ``seeded`` mean what they mean in ``EngineTerms``; the fake refuses an empty prompt whatever ``empty_prompt`` says.
+    """
+
+    name: str
+    source: str
+    rows: Rows = Rows.FORWARDED
+    final_row: Filler | None = None
+    layer_axis: LayerAxis = LayerAxis.ALL
+    dtypes: tuple[tuple[int, str], ...]
+    writable: bool = True
+    recompute: Recompute = Recompute.KEPT
+    version_tag: VersionTag = VersionTag.NONE
+    native: Mapping[FinishReason, str]
+    queued_message: str = ""
+    abort_message: str = ""
+    empty_logprobs: bool = False
+    queued_abort_keeps_keys: bool = True
+    queued_counts: bool = False
+    routes_start: bool = False
+    paused_calls: PausedCalls = PausedCalls.PARK
+    abort_by_prefix: bool = False
+    logprobs: Logprobs = Logprobs.RAW
+    pause_modes: tuple[PauseMode, ...] = (PauseMode.ABORT,)
+    routes_switch: RoutesSwitch = RoutesSwitch.ENGINE
+    stream_modes: tuple[StreamMode, ...] = (StreamMode.FINAL, StreamMode.CUMULATIVE)
+    zero_budget: Refusal = Refusal.ERROR
+    empty_prompt: Refusal = Refusal.ERROR
+    seeded: bool = True
+    aborts: bool = True
+
+    def dtype(self, num_experts: int) -> np.dtype[np.integer]:
+        """The integer type of the rows for a model of ``num_experts``."""
+        for largest, name in self.dtypes:
+            if num_experts <= largest:
+                return np.dtype(name)
+        raise UsageError(f"Flavour {self.name!r} has no row dtype for {num_experts} experts; it declares {self.dtypes}.")
+
+    @property
+    def shows_spans(self) -> bool:
+        """Whether replies show a label for every token."""
+        return self.version_tag in (VersionTag.SPANS, VersionTag.SPANS_AND_LAST)
+
+
+def engine_contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Contract:
+    """The contract of one engine call: what ``flavour`` promises of its replies for ``model``."""
+    # a flavour holds a mapping, so its name stands for it; one that is not of FLAVOURS is somebody's own
+    if FLAVOURS.get(flavour.name) is flavour:
+        return _shipped_contract(flavour.name, model, kv_policy)
+    return _contract(flavour, model, kv_policy)
+
+
+@lru_cache(maxsize=256)
+def _shipped_contract(name: str, model: Model, kv_policy: KvPolicy) -> Contract:
+    """A run asks three times, and a thousand cases share a model: making and validating a contract costs as much as a call."""
+    return _contract(FLAVOURS[name], model, kv_policy)
+
+
+def _contract(flavour: Flavour, model: Model, kv_policy: KvPolicy) -> Contract:
+    overwritten = flavour.recompute is Recompute.OVERWRITTEN
+    return Contract(
+        rows=flavour.rows,
+        resume=ResumeBy.ENGINE,
+        versions=_ENGINE_VERSIONS[flavour.version_tag],
+        tag_read=_TAG_READ.get(flavour.version_tag),
+        logprobs=flavour.logprobs,
+        abort_surfaces=True,
+        kv_policy=kv_policy,
+        final_row=flavour.final_row,
+        layer_axis=flavour.layer_axis,
+        **model.sizes,
+        filler=Filler.NONE,
+        dtype=flavour.dtype(model.num_experts).name,
+        provenance=Provenance.LATEST_PREFILL if overwritten else Provenance.AS_SAMPLED,
+    )
+
+
+def engine_terms(flavour: Flavour, max_length: int) -> EngineTerms:
+    """How calls of ``flavour`` behave, on an engine whose calls may have ``max_length`` tokens."""
+    shown = (ReplyKey.SPANS,) if flavour.shows_spans else ()
+    always = (ReplyKey.SPANS,) if flavour.version_tag is VersionTag.SPANS_AND_LAST else ()
+    empty = (ReplyKey.LOGPROBS,) if flavour.empty_logprobs else ()
+    whole = (ReplyKey.LOGPROBS, ReplyKey.ROUTES, *shown, ReplyKey.CACHED)
+    return EngineTerms(
+        max_length=max_length,
+        pause_modes=flavour.pause_modes,
+        recomputing=tuple(mode for mode in flavour.pause_modes if mode in (PauseMode.KEEP, PauseMode.RETRACT)),
+        paused_calls=flavour.paused_calls,
+        stream_modes=flavour.stream_modes,
+        routes_switch=flavour.routes_switch,
+        routes_start=flavour.routes_start,
+        bad_start=Refusal.ERROR if flavour.routes_start else Refusal.IGNORED,
+        zero_budget=flavour.zero_budget,
+        empty_prompt=flavour.empty_prompt,
+        abort_by_prefix=flavour.abort_by_prefix,
+        seeded=flavour.seeded,
+        aborts=flavour.aborts,
+        keys_finished=whole,
+        keys_aborted=whole,
+        keys_early=(*empty, *always, ReplyKey.CACHED) if flavour.queued_abort_keeps_keys else (*empty, *always),
+        keys_queued=(*empty, *always, *((ReplyKey.CACHED,) if flavour.queued_counts else ())),
+    )
+
+
+def flavour_named(name: str) -> Flavour:
+    """The flavour of that name. Raises ``UsageError`` listing the names where there is none."""
+    try:
+        return FLAVOURS[name]
+    except KeyError:
+        raise UsageError(f"No engine flavour is named {name!r}; choose among {sorted(FLAVOURS)}.") from None
+
+
+_ENGINE_VERSIONS: Mapping[VersionTag, Versions] = {
+    VersionTag.NONE: Versions.NONE,
+    VersionTag.EMISSION: Versions.SAMPLE,
+    VersionTag.ADMISSION: Versions.SAMPLE,
+    VersionTag.SPANS: Versions.SPAN,
+    VersionTag.SPANS_AND_LAST: Versions.SPAN,
+}
+_TAG_READ: Mapping[VersionTag, TagRead] = {VersionTag.EMISSION: TagRead.EMISSION, VersionTag.ADMISSION: TagRead.ADMISSION}
+_ANY = 1 << 31
+_PLAIN = MappingProxyType({FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"})
+_VLLM_MODES = (PauseMode.ABORT, PauseMode.WAIT, PauseMode.KEEP)
+_SGLANG_MODES = (PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE)
+_VLLM_DTYPES = ((256, "uint8"), (1 << 16, "uint16"))
+
+
+def _sglang(name: str, source: str, tag: VersionTag) -> Flavour:
+    return Flavour(
+        name=name,
+        source=source,
+        dtypes=((_ANY, "int32"),),
+        writable=False,
+        recompute=Recompute.OVERWRITTEN,
+        version_tag=tag,
+        native=_PLAIN,
+        queued_message="Abort in waiting queue",
+        abort_message="Aborted",
+        empty_logprobs=True,
+        queued_abort_keeps_keys=False,
+        routes_start=True,
+        abort_by_prefix=True,
+        logprobs=Logprobs.TEMPERATURE_SCALED,
+        pause_modes=_SGLANG_MODES,
+        routes_switch=RoutesSwitch.REQUEST,
+        stream_modes=(StreamMode.FINAL, StreamMode.CUMULATIVE),
+        zero_budget=Refusal.EMPTY,
+        seeded=False,
+    )
+
+
+def _vllm(name: str, source: str, tag: VersionTag, paused: PausedCalls = PausedCalls.PARK) -> Flavour:
+    return Flavour(
+        name=name,
+        source=source,
+        dtypes=_VLLM_DTYPES,
+        version_tag=tag,
+        native=_PLAIN,
+        empty_logprobs=True,
+        queued_counts=True,
+        routes_start=True,
+        paused_calls=paused,
+        pause_modes=_VLLM_MODES,
+        stream_modes=(StreamMode.FINAL, StreamMode.CUMULATIVE, StreamMode.DELTA),
+    )
+
+
+FLAVOURS: Mapping[str, Flavour] = MappingProxyType(
+    {
+        flavour.name: flavour
+        for flavour in (
+            _vllm("vllm", "vLLM 0.32 and later (capture by KV block hash, weight_versions): run on CPU", VersionTag.SPANS),
+            _vllm("vllm-0.26", "vLLM 0.22 to 0.26 (capture by slot, no weight_versions): from source", VersionTag.NONE),
+            _vllm(
+                "vllm-gated",
+                "vLLM behind verl 0.9.1's admission gate with reject_request: from source",
+                VersionTag.SPANS,
+                PausedCalls.REJECT,
+            ),
+            _sglang("sglang", "SGLang 0.5.19 and later (weight_versions): run on CPU", VersionTag.SPANS_AND_LAST),
+            _sglang("sglang-0.5.17", "SGLang 0.5.8 to 0.5.18 (one weight_version, read at emission): from source", VersionTag.EMISSION),
+            Flavour(
+                name="trtllm",
+                source="TensorRT-LLM #18397, #12272: from source",
+                layer_axis=LayerAxis.MOE,
+                dtypes=((_ANY, "int32"),),
+                native=MappingProxyType({**_PLAIN, FinishReason.ABORT: "cancelled"}),
+                paused_calls=PausedCalls.RAISE,
+            ),
+            Flavour(
+                name="rows-T",
+                source="the N-row engine of verl's CPU fixtures (test_llm_server_routed_experts_on_cpu.py)",
+                rows=Rows.ALL,
+                final_row=Filler.MINUS_ONE,
+                dtypes=((_ANY, "int32"),),
+                version_tag=VersionTag.EMISSION,
+                native=_PLAIN,
+                pause_modes=_VLLM_MODES,
+            ),
+        )
+    }
+)
+"""Every flavour by name."""

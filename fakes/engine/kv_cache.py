@@ -1,0 +1,157 @@
+"""KV cache of fake engines: which weights computed each position, and what calls share.
+
+A forward under weights v over KV that only v computed gives values of v. Over KV of other weights it gives values that no
+weights explain; they are coded under ``mixed_key`` of v and the weights that took part.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rollproof.core.records import Span, Version
+from rollproof.fakes.coded.policy import mixed_key
+
+__all__ = ["MIXED", "KeySpan", "Kv", "PrefixCache", "as_spans", "clipped", "key_of", "label_of", "root_of"]
+
+MIXED = "mixed"
+"""The label of mixed values in the ground truth of a trace."""
+
+
+class KeySpan(NamedTuple):
+    """Positions ``start`` to ``stop`` were computed by forwards coded under ``key``, in which ``weights`` took part."""
+
+    start: int
+    stop: int
+    key: Version
+    weights: frozenset[int]
+
+
+def key_of(version: int, weights: frozenset[int]) -> Version:
+    """The key of a forward under ``version`` in whose prefix ``weights`` took part.
+
+    The same for every later position of a mixed sequence, so that a mixed stretch is one span.
+    """
+    return version if weights <= {version} else mixed_key(version, sorted(weights | {version}))
+
+
+def label_of(key: Version) -> Version:
+    """How a key is named in the ground truth of a trace: pure weights by their version, all else ``"mixed"``."""
+    return key if isinstance(key, int) else MIXED
+
+
+def clipped(spans: Sequence[KeySpan], start: int, stop: int) -> list[KeySpan]:
+    """The parts of ``spans`` that lie in ``start`` to ``stop``."""
+    if len(spans) == 1:
+        low, high, _, _ = spans[0]
+        if start <= low < high <= stop:
+            return [spans[0]]
+    out = []
+    for span in spans:
+        low, high = max(span.start, start), min(span.stop, stop)
+        if low < high:
+            out.append(KeySpan(low, high, span.key, span.weights))
+    return out
+
+
+def as_spans(spans: Sequence[KeySpan], start: int, stop: int) -> tuple[Span, ...]:
+    """Ground-truth spans over ``start`` to ``stop``, adjacent equal labels joined."""
+    parts = clipped(spans, start, stop)
+    if len(parts) == 1:
+        return (Span(start=parts[0].start, end=parts[0].stop, version=label_of(parts[0].key)),)
+    out: list[Span] = []
+    for part in parts:
+        version = label_of(part.key)
+        if out and out[-1].version == version and out[-1].end == part.start:
+            out[-1] = Span(start=out[-1].start, end=part.stop, version=version)
+        else:
+            out.append(Span(start=part.start, end=part.stop, version=version))
+    return tuple(out)
+
+
+@dataclass(slots=True)
+class Kv:
+    """The KV of one call: positions 0 to ``computed``, as spans of the keys that computed them."""
+
+    spans: list[KeySpan] = field(default_factory=list)
+    computed: int = 0
+    weights: frozenset[int] = frozenset()
+
+    def forward(self, version: int, stop: int) -> Version:
+        """Compute positions up to ``stop`` under weights ``version``; returns the key of those forwards."""
+        key = key_of(version, self.weights)
+        if self.spans and self.spans[-1].key == key:
+            last = self.spans[-1]
+            self.spans[-1] = KeySpan(last.start, stop, key, last.weights)
+        elif stop > self.computed:
+            self.weights |= {version}
+            self.spans.append(KeySpan(self.computed, stop, key, self.weights))
+        self.computed = stop
+        return key
+
+    def adopt(self, spans: list[KeySpan]) -> None:
+        """Start from KV that another call computed."""
+        self.spans = list(spans)
+        self.computed = spans[-1].stop if spans else 0
+        self.weights = frozenset().union(*(span.weights for span in spans))
+
+    def drop(self) -> None:
+        """Free everything."""
+        self.spans, self.computed, self.weights = [], 0, frozenset()
+
+
+def root_of(sampling: Mapping[str, Any]) -> Hashable:
+    """Where the prefixes of a call begin in the cache: it shares none with calls of another ``cache_salt`` (vLLM, SGLang) or ``extra_key``
+    (SGLang).
+    """
+    return sampling.get("cache_salt"), sampling.get("extra_key")
+
+
+class PrefixCache:
+    """KV that calls of one server share, position by position, by the tokens up to it, among calls of one ``root``.
+
+    What is stored first stays, as in engines. ``capacity`` bounds the positions; the oldest go first.
+    """
+
+    def __init__(self, capacity: int = 1 << 16) -> None:
+        self._capacity = capacity
+        self._known: OrderedDict[tuple[Hashable, int], tuple[int, Version, frozenset[int]]] = OrderedDict()
+        self._nodes = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, ids: Sequence[int], most: int, root: Hashable = None) -> list[KeySpan]:
+        """KV of the longest cached prefix of ``ids``, at most ``most`` positions."""
+        spans: list[KeySpan] = []
+        node = root
+        for position in range(most):
+            entry = self._known.get((node, ids[position]))
+            if entry is None:
+                break
+            node, key, weights = entry
+            if spans and spans[-1].key == key and spans[-1].weights == weights:
+                spans[-1] = KeySpan(spans[-1].start, position + 1, key, weights)
+            else:
+                spans.append(KeySpan(position, position + 1, key, weights))
+        return spans
+
+    def store(self, ids: Sequence[int], spans: Sequence[KeySpan], root: Hashable = None) -> None:
+        """Offer the KV of a call over ``ids``; positions already cached keep what they have."""
+        node = root
+        for span in spans:
+            for position in range(span.start, span.stop):
+                edge = (node, ids[position])
+                entry = self._known.get(edge)
+                if entry is None:
+                    self._nodes += 1
+                    entry = self._known[edge] = (self._nodes, span.key, span.weights)
+                node = entry[0]
+        while len(self._known) > self._capacity:
+            self._known.popitem(last=False)  # a plain dict looks for its first entry past all that were taken off before
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known.clear()

@@ -1,0 +1,356 @@
+"""Continuous batching: what a fake engine computes in a step, and which calls take part.
+
+The order of things is fixed, so that one seed gives one trace: calls run in the order of their admission.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections import deque
+from collections.abc import Container, Iterator
+
+from rollproof.core.case import EngineOptions
+from rollproof.core.error_text import told_with_place
+from rollproof.core.records import FinishReason, Version
+from rollproof.core.trace import Admit, Recorder, Reply
+from rollproof.errors import RollproofError, SubjectError
+from rollproof.fakes.coded.policy import CodedPolicy
+from rollproof.fakes.engine.flavours import Flavour
+from rollproof.fakes.engine.inflight import EngineCall, replies_to
+from rollproof.fakes.engine.kv_cache import PrefixCache
+
+__all__ = ["Batch", "EngineHooks"]
+
+_AHEAD = 64
+"""Tokens that are drawn at once; those of a call that is cut off before are drawn for nothing."""
+_BURST = 31
+"""Steps that a turn of the event loop costs more than."""
+_TOGETHER = 4
+"""Calls from which on it is sooner to draw their first tokens together."""
+
+
+class EngineHooks:
+    """What an engine tells its surroundings, and asks of them. This one is for an engine that stands alone."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self.context: contextvars.Context = contextvars.copy_context()
+        """Where servers run: they work for nobody in particular, so a caller's context must not reach them."""
+
+    def new_call(self) -> int:
+        """The id of the next call, from 1."""
+        self._calls += 1
+        return self._calls
+
+    def owner(self, prompt_ids: tuple[int, ...], rid: str | None) -> str:
+        """Which request a call belongs to."""
+        return rid or ""
+
+    def rejects(self, request_id: str) -> bool:
+        """Whether this call is to be turned away."""
+        return False
+
+    def queued(self, call: EngineCall) -> bool:
+        """The call entered the queue. True: something happens to it there, so it stays for a step."""
+        return False
+
+    def admitted(self, call: EngineCall) -> None:
+        """The call left the queue; its next token is sampled at the end of this step at the earliest."""
+
+    def watches(self, request_id: str) -> bool:
+        """Whether ``sampled`` and ``looked`` want to be called for each token of this request."""
+        return False
+
+    def sampled(self, call: EngineCall) -> bool:
+        """A token was sampled. True: the engine looks whether the call is finished only a step later."""
+        return False
+
+    def looked(self, call: EngineCall) -> None:
+        """The engine has looked whether the call is finished."""
+
+
+class Batch:
+    """The calls of one server, its KV, and its weights ``version``, shown under ``label``."""
+
+    def __init__(
+        self,
+        server_id: str,
+        policy: CodedPolicy,
+        flavour: Flavour,
+        options: EngineOptions,
+        recorder: Recorder,
+        hooks: EngineHooks,
+        version: int,
+        label: Version,
+    ) -> None:
+        self.version: int = version
+        self.label = label
+        self.queue: deque[EngineCall] = deque()
+        self.running: dict[int, EngineCall] = {}
+        self.cache: PrefixCache = PrefixCache()
+        self._ended: list[EngineCall] = []
+        self._server_id = server_id
+        self._policy = policy
+        self._flavour = flavour
+        self._options = options
+        self._recorder = recorder
+        self._hooks = hooks
+        self._eos = policy.eos_id if policy.eos_every is not None else -1
+
+    @property
+    def in_flight(self) -> list[EngineCall]:
+        """Calls that were not answered: those that run, then those that wait."""
+        return [*self.running.values(), *self.queue]
+
+    @property
+    def holds_kv(self) -> bool:
+        """Whether any KV is there that a later forward may use."""
+        return len(self.cache) > 0 or any(call.kv.computed and not self._is_complete(call) for call in self.running.values())
+
+    def add(self, call: EngineCall) -> None:
+        """Take a call into the queue."""
+        self.queue.append(call)
+        call.held = self._hooks.queued(call)
+
+    def admit(self, only_started: bool) -> None:
+        """Let calls leave the queue while there is room; ``only_started`` those that ran before and were preempted."""
+        for call in self._eligible(only_started):
+            if len(self.running) >= self._options.max_batch or not self._room_for(call):
+                return
+            self.queue.remove(call)
+            call.running = call.started = True
+            self.running[call.call_id] = call
+            self._recorder.record(Admit(call_id=call.call_id, server_id=self._server_id))
+            if self._options.prefix_cache:
+                call.kv.adopt(self.cache.find(call.ids, len(call.ids) - 1, call.root))
+            if call.cached is None:
+                call.cached = call.kv.computed
+                call.admission_label = self.label
+            self._hooks.admitted(call)
+
+    def step(self) -> None:
+        """One forward of the batch: chunks of prefill, and a token for each call whose KV is complete."""
+        eos, chunk = self._eos, self._options.prefill_chunk
+        for call in tuple(self.running.values()):
+            if call.deferred and self._finished(call):
+                continue
+            prompted = call.decoding
+            if not prompted:
+                done = self._prefill(call, chunk)
+                if chunk is not None:
+                    chunk -= done
+            if not call.decoding:
+                continue
+            if not prompted and len(call.ids) >= call.limit:  # a budget of no tokens: the prompt was computed, and that is all
+                self.end(call, FinishReason.LENGTH)
+                continue
+            if call.used == len(call.ahead) or call.key is not call.ahead_key:
+                self._draw(call)
+            token = call.ahead[call.used]
+            call.used += 1
+            call.ids.append(token)
+            if call.heard is not None:
+                call.heard(call)
+            if call.watched or token == eos or len(call.ids) >= call.limit:
+                self._look(call)
+        self._make_room()
+
+    def hurry(self, *, only_started: bool) -> None:
+        """Where steps take no time, do some more before the event loop turns; one at a time where somebody follows single tokens."""
+        left = _BURST
+        while left > 0 and self.running:
+            if any(call.watched or call.heard is not None for call in self.in_flight):
+                return
+            self.admit(only_started=only_started)
+            left -= 1 + self._stride(left - 1)
+            self.step()
+
+    def _stride(self, most: int) -> int:
+        """Do up to ``most`` steps at once in which tokens that are drawn are handed out and nothing else happens; returns how many."""
+        if self.queue or self._options.kv_tokens is not None:
+            return 0
+        for call in self.running.values():
+            if not call.decoding or call.deferred or call.key is not call.ahead_key:
+                return 0
+            most = min(most, len(call.ahead) - call.used, call.limit - len(call.ids) - 1)
+        if most < 1 or (self._eos >= 0 and any(self._eos in call.ahead[call.used : call.used + most] for call in self.running.values())):
+            return 0
+        for call in self.running.values():
+            call.ids += call.ahead[call.used : call.used + most]
+            call.used += most
+        return most
+
+    def _draw(self, call: EngineCall) -> None:
+        """Draw tokens ahead under the call's key: when they are handed out changes none of them, and many at once take half the time."""
+        policy = self._policy
+        if not call.ahead:
+            fresh = [one for one in self.running.values() if not one.ahead]
+            if len(fresh) >= _TOGETHER:
+                self._draw_together(call.key, fresh)
+                return
+        if call.used == len(call.ahead):
+            call.state = call.after
+        else:
+            for token in call.ahead[: call.used]:
+                call.state = policy.extend(call.state, token)
+        call.ahead, call.after = policy.draw(call.key, call.state, max(1, min(_AHEAD, call.limit - len(call.ids))))
+        call.used, call.ahead_key = 0, call.key
+
+    def _draw_together(self, key: Version, fresh: list[EngineCall]) -> None:
+        """The first tokens of calls that are to decode under ``key``; where one of them gets another, its tokens are drawn anew."""
+        states, count = [one.state for one in fresh], max(min(_AHEAD, one.limit - len(one.ids)) for one in fresh)
+        for one, (ahead, after) in zip(fresh, self._policy.draw_many(key, states, max(1, count)), strict=True):
+            one.ahead, one.after, one.ahead_key = ahead, after, key
+
+    def end(self, call: EngineCall, reason: FinishReason) -> None:
+        """Answer a call that is in flight; it leaves the batch."""
+        call.settle(self.version)
+        if self.running.pop(call.call_id, None) is None:
+            if call in self.queue:
+                self.queue.remove(call)
+        else:
+            self._share(call)
+        if not call.future.done():
+            call.ended = (reason, self.label)
+            self._ended.append(call)
+            call.future.set_result(None)
+
+    def reply(self, call: EngineCall) -> Reply:
+        """The reply of a call that ended. With the first one that is asked for, those of all that ended are made: together they take half
+        the time. Raises ``SubjectError`` where the policy fails on this very call.
+        """
+        if call.reply is None and call.trouble is None:
+            ended, self._ended = self._ended, []
+            try:
+                for one, reply in zip(ended, replies_to(ended, self._policy, self._flavour), strict=True):
+                    one.reply = reply
+            except Exception:  # noqa: BLE001 - whatever a policy of the user's raises: only the calls that it fails on have no reply
+                for one in ended:
+                    self._reply_alone(one)
+        if call.trouble is not None:
+            raise call.trouble
+        assert call.reply is not None, "what ended is answered once"
+        return call.reply
+
+    def _reply_alone(self, call: EngineCall) -> None:
+        try:
+            (call.reply,) = replies_to([call], self._policy, self._flavour)
+        except RollproofError as error:
+            call.trouble = error
+        except Exception as error:  # noqa: BLE001 - as above
+            call.trouble = SubjectError(
+                f"The policy {type(self._policy).__name__} raised {told_with_place(error)} when the reply to call {call.call_id} was made."
+            )
+            call.trouble.__cause__ = error
+
+    def drop(self, call: EngineCall) -> None:
+        """Forget a call that nobody waits for."""
+        self.running.pop(call.call_id, None)
+        if call in self.queue:
+            self.queue.remove(call)
+
+    def preempt(self, wanted: Container[int]) -> bool:
+        """Free the KV of running calls, by id; they go to the head of the queue, the oldest first. Whether there were any.
+
+        A call that only waits for the engine to see that it is finished needs no KV any more and stays, as an engine
+        looks at the results that it has before it retracts.
+        """
+        calls = [call for call in self.running.values() if call.call_id in wanted and not self._is_complete(call)]
+        for call in reversed(calls):
+            call.settle(self.version)
+            call.drop_kv(self._flavour)
+            call.running = call.deferred = False
+            del self.running[call.call_id]
+            self.queue.appendleft(call)
+        return bool(calls)
+
+    def reweigh(self, version: int) -> None:
+        """From the next step on, compute under weights ``version``."""
+        for call in self.running.values():
+            call.settle(self.version)
+            call.rekey(version)
+        self.version = version
+
+    def show(self, label: Version) -> None:
+        """From the next token on, show ``label``."""
+        self.label = label
+        for call in self.in_flight:
+            if call.labels:
+                call.mark_label(label)
+
+    def clear_cache(self) -> None:
+        """Forget the KV that calls share; running calls keep their own, for themselves."""
+        self.cache.clear()
+        for call in self.running.values():
+            call.shares = False
+
+    def clear(self) -> list[EngineCall]:
+        """Lose everything at once; returns the calls that were in flight."""
+        lost = self.in_flight
+        self.running.clear()
+        self.queue.clear()
+        self.cache.clear()
+        return lost
+
+    def _eligible(self, only_started: bool) -> Iterator[EngineCall]:
+        for call in tuple(self.queue):
+            if call.held:
+                call.held = False
+            elif call.started or not only_started:
+                yield call
+
+    def _prefill(self, call: EngineCall, most: int | None) -> int:
+        """Compute up to ``most`` positions; returns how many. With the last one the call begins to decode."""
+        missing = len(call.ids) - call.kv.computed
+        count = missing if most is None else min(most, missing)
+        if not count:
+            return 0
+        key = call.kv.forward(self.version, call.kv.computed + count)
+        if count == missing:
+            call.decoding = True
+            call.mark_key(key)
+            call.mark_label(self.label)
+            self._share(call)
+        return count
+
+    def _share(self, call: EngineCall) -> None:
+        if self._options.prefix_cache and call.shares:
+            self.cache.store(call.ids, call.kv.spans, call.root)
+
+    def _look(self, call: EngineCall) -> None:
+        """Something may happen after this token: hooks that act on it, or the end of the call."""
+        if not call.watched:
+            self._finished(call)
+            return
+        call.deferred = self._hooks.sampled(call)
+        if not call.deferred:
+            self._finished(call)
+        self._hooks.looked(call)
+
+    def _finished(self, call: EngineCall) -> bool:
+        """End the call if its last token ends it."""
+        call.deferred = False
+        if not self._is_complete(call):
+            return False
+        self.end(call, FinishReason.STOP if call.ids[-1] == self._eos else FinishReason.LENGTH)
+        return True
+
+    def _is_complete(self, call: EngineCall) -> bool:
+        return len(call.ids) >= call.limit or (call.sampled > 0 and call.ids[-1] == self._eos)
+
+    def _room_for(self, call: EngineCall) -> bool:
+        capacity = self._options.kv_tokens
+        return capacity is None or not self.running or self._held() + len(call.ids) < capacity
+
+    def _make_room(self) -> None:
+        """Preempt the youngest while the KV does not fit. One call alone may exceed the capacity, or nothing would ever end."""
+        capacity = self._options.kv_tokens
+        if capacity is None:
+            return
+        for call in reversed(tuple(self.running.values())[1:]):
+            if self._held() <= capacity:
+                return
+            self.preempt((call.call_id,))
+
+    def _held(self) -> int:
+        return sum(len(call.ids) for call in self.running.values())

@@ -1,0 +1,3 @@
+"""The fake SGLang server."""
+
+from __future__ import annotations

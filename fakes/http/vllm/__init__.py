@@ -1,0 +1,3 @@
+"""The fake vLLM server."""
+
+from __future__ import annotations

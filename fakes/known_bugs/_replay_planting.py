@@ -1,0 +1,48 @@
+"""Planting replay bugs: a faulty trainer, the episodes in which it shows, what its wrong rows do to results, and routers that fall back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from rollproof.core.events.replay import Action, Phase
+from rollproof.core.records import FloatArray, IntArray
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+from rollproof.fakes.trainers.moe_model import chosen
+from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
+from rollproof.fakes.trainers.trainer_parts import Router
+from rollproof.replay.driver import record_replay
+
+__all__ = ["RECOMPUTED", "WRONG_ROWS", "FallsBack", "bug", "routers"]
+
+SELF = ("self-replay",)
+RECOMPUTED = ("full recompute", "failure in recompute")
+WRONG_ROWS = ("replay.self-gradients",)
+"""What a self-replay shows beside, where rows are wrong."""
+
+
+def bug(
+    name: str,
+    summary: str,
+    refs: tuple[str, ...],
+    make: type[ReplayTrainer],
+    *kills: str,
+    also: tuple[str, ...] = (),
+    episodes: tuple[str, ...] = SELF,
+) -> KnownBug:
+    """A known bug of a trainer, which shows in the episodes that are named."""
+    record = partial(record_replay, make, name=name, only=episodes)
+    return KnownBug(id=name, summary=summary, refs=refs, record=record, kills=kills, also=also)
+
+
+def routers(trainer: ReplayTrainer, layers: Sequence[int], kind: type[Router]) -> dict[tuple[int, int], Router]:
+    """Routers of a kind for all layers and ranks of a trainer, as ``make_routers`` returns them."""
+    return {(layer, number): kind(layer, trainer.layout.top_k) for layer in layers for number in range(len(trainer.ranks))}
+
+
+class FallsBack(Router):
+    """Without a target it chooses for itself, without a word."""
+
+    def choose(self, scores: FloatArray, phase: Phase) -> IntArray:
+        nothing = not self.queue if phase is Phase.RECOMPUTE else self.target is None
+        return chosen(scores, self.top_k) if self.action is Action.REPLAY and nothing else super().choose(scores, phase)

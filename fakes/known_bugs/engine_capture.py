@@ -1,0 +1,304 @@
+"""Known bugs of routing, at its source: what engines capture, and how it is encoded on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rollproof.core.case import ActionKind, EngineOptions, Model
+from rollproof.core.contract import Contract, LayerAxis
+from rollproof.core.records import EngineOutput, IntArray
+from rollproof.core.trace import Call, PauseMode
+from rollproof.fakes.clients.reference_clients import AsSampled, EngineKeep, Sample
+from rollproof.fakes.coded.policy import CodedPolicy, VersionSpan
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.flavours import Recompute
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.engine.kv_cache import PrefixCache
+from rollproof.fakes.known_bugs._planting import CLEAN, act, case, on_engine, on_policy
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+
+__all__ = ["BUGS"]
+
+
+class _ByOrdinal(AsSampled):
+    """Maps the columns of MoE layers by their ordinal although the engine's columns count every layer."""
+
+    def declared(self, fleet: Fleet) -> Contract:
+        return replace(super().declared(fleet), layer_axis=LayerAxis.MOE)
+
+    def on_declared_layers(self, rows: IntArray) -> IntArray:
+        return rows[:, : len(self.fleet.case.model.moe_layers)]
+
+
+class _ShiftedLayers(AsSampled):
+    def final_routes(self, sample: Sample) -> IntArray | None:
+        rows = super().final_routes(sample)
+        return rows if rows is None else np.roll(rows, 1, axis=1)
+
+
+class _DenseLeftovers(AsSampled):
+    """The buffer of the dense layers is that of an earlier sample."""
+
+    def final_routes(self, sample: Sample) -> IntArray | None:
+        rows = super().final_routes(sample)
+        if rows is None:
+            return None
+        rows[:, 0] = np.roll(rows[:, 1], 1, axis=0)
+        return rows
+
+
+class _WrongByteOrder(AsSampled):
+    def final_routes(self, sample: Sample) -> IntArray | None:
+        rows = super().final_routes(sample)
+        if rows is None:
+            return None
+        experts = self.contract.num_experts or 1
+        return ((rows.astype(np.int64) + 3) % experts).astype(rows.dtype)
+
+
+class _Narrowed(AsSampled):
+    """Stores ids in eight bits, and widens them again for the sample."""
+
+    def on_declared_layers(self, rows: IntArray) -> IntArray:
+        return super().on_declared_layers(rows.astype(np.uint8))
+
+
+class _NarrowType(AsSampled):
+    def final_routes(self, sample: Sample) -> IntArray | None:
+        rows = super().final_routes(sample)
+        return rows if rows is None else rows.astype(np.uint8)
+
+
+class _OtherType(AsSampled):
+    def final_routes(self, sample: Sample) -> IntArray | None:
+        rows = super().final_routes(sample)
+        return rows if rows is None else rows.astype(np.int16)
+
+
+class _TopKFromSize(AsSampled):
+    """Divides the size of a buffer that is too long by rows and layers, and takes what comes out for top-k."""
+
+    def final_routes(self, sample: Sample) -> IntArray | None:
+        rows = super().final_routes(sample)
+        return rows if rows is None else np.concatenate([rows, rows], axis=2)
+
+
+class _DropsRoutes(AsSampled):
+    def final_routes(self, sample: Sample) -> IntArray | None:
+        return None
+
+
+class _FlagLost(AsSampled):
+    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        sample.request = replace(sample.request, want_routes=False)
+        return await super().call(server_id, sample, sent, budget)
+
+
+class _StageMissing(CodedPolicy):
+    """The layers of the second pipeline stage never reach the first one."""
+
+    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+        rows = super().routes_spans(spans, ids, start, stop)
+        rows[:, self.num_layers // 2 :] = 0
+        return rows
+
+
+class _PromptRowsMissing(CodedPolicy):
+    """The rows of the first two tokens were not written when they were read."""
+
+    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+        rows = super().routes_spans(spans, ids, start, stop)
+        rows[: max(0, 2 - start)] = 0
+        return rows
+
+
+class _CapturedOnce(CodedPolicy):
+    """A CUDA graph replays the forward, and the capture still shows the one that was recorded."""
+
+    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+        rows = super().routes_spans(spans, ids, start, stop)
+        rows[:] = super().routes_spans([(0, 1, 0)], ids, 0, 1)
+        return rows
+
+
+class _SharedExpert(CodedPolicy):
+    """The fused shared expert stands behind the last routed one, and is not cut off."""
+
+    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+        rows = super().routes_spans(spans, ids, start, stop)
+        rows[:, :, -1] = self.num_experts
+        return rows
+
+
+class _StaleSlots(CodedPolicy):
+    """Slots that were given to this call still hold the rows of the one before."""
+
+    def routes_spans(self, spans: Iterable[VersionSpan], ids: Sequence[int], start: int, stop: int) -> IntArray:
+        return super().routes_spans(spans, [*ids[:1], *(token + 1 for token in ids[1:])], start, stop)
+
+
+class _Overwrites(FakeEngine):
+    """Declares that rows stay, but stores them by slot, where a second prefill writes over them."""
+
+    def _enqueue(self, call: Call, rid: str | None) -> EngineCall:
+        self._batch._flavour = replace(self.flavour, recompute=Recompute.OVERWRITTEN)
+        return super()._enqueue(call, rid)
+
+
+class _KeepsPrefixCache(FakeEngine):
+    """Says that it dropped its prefix cache at the pause, and serves from it afterwards."""
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True) -> None:
+        kept, self._batch.cache = self._batch.cache, PrefixCache()
+        await super().pause(mode, clear_cache)
+        self._batch.cache = kept
+
+
+_WIDE = case(model=Model(num_experts=300))
+_DENSE_FIRST = case(model=Model(num_layers=4, moe_layers=(1, 2, 3)))
+_RETRACTED = case(act(ActionKind.SYNC, 3), pause_mode=PauseMode.RETRACT)
+_CACHED = case(act(ActionKind.SYNC, 3), engine=EngineOptions(prefix_cache=True))
+
+BUGS: tuple[KnownBug, ...] = (
+    KnownBug(
+        id="dense-columns-not-cleared",
+        summary="The columns of dense layers hold what was left in the buffer, and it looks like a choice of experts.",
+        refs=("cf. sglang#23885", "cf. sglang#34319"),
+        make=_DenseLeftovers,
+        cases=(_DENSE_FIRST,),
+        kills=("routes.dense-columns",),
+    ),
+    KnownBug(
+        id="layers-by-ordinal",
+        summary="Columns are taken for MoE layers in order, although the engine counts dense layers too.",
+        refs=("verl#5037", "slime#810"),
+        make=_ByOrdinal,
+        cases=(_DENSE_FIRST,),
+        kills=("routes.layer",),
+    ),
+    KnownBug(
+        id="layers-shifted",
+        summary="The choice of layer l stands in the column of layer l + 1.",
+        refs=("NeMo-RL#3903",),
+        make=_ShiftedLayers,
+        cases=(CLEAN,),
+        kills=("routes.layer",),
+    ),
+    KnownBug(
+        id="bytes-misdecoded",
+        summary="The receiver decodes the bytes otherwise than the sender encoded them; every id is legal, and wrong.",
+        refs=("prime-rl#2813",),
+        make=_WrongByteOrder,
+        cases=(CLEAN,),
+        kills=("routes.content",),
+    ),
+    KnownBug(
+        id="ids-wrapped",
+        summary="Ids pass through eight bits, and those above 255 come out as others.",
+        refs=("verl#5240", "prime-rl#3051"),
+        make=_Narrowed,
+        cases=(_WIDE,),
+        kills=("routes.dtype",),
+    ),
+    KnownBug(
+        id="type-too-narrow",
+        summary="Routes are handed over in eight bits, which do not hold every expert.",
+        refs=("verl#5240", "verl#7407"),
+        make=_NarrowType,
+        cases=(_WIDE,),
+        kills=("routes.dtype",),
+    ),
+    KnownBug(
+        id="type-undeclared",
+        summary="Routes come in another integer type than declared, which a decoder of bytes misreads.",
+        refs=("SkyRL#1378",),
+        make=_OtherType,
+        cases=(CLEAN,),
+        kills=("routes.dtype",),
+    ),
+    KnownBug(
+        id="top-k-from-size",
+        summary="Top-k is computed from the size of a buffer that is twice too long.",
+        refs=("miles sglang_rollout.py", "AReaL reshape(rows, -1)"),
+        make=_TopKFromSize,
+        cases=(CLEAN,),
+        kills=("routes.shape",),
+    ),
+    KnownBug(
+        id="routes-dropped",
+        summary="The engine returned routes, and the agent loop leaves them out of its output.",
+        refs=("verl#5368",),
+        make=_DropsRoutes,
+        cases=(CLEAN,),
+        kills=("routes.presence",),
+    ),
+    KnownBug(
+        id="routes-flag-lost",
+        summary="The caller's flag does not reach the engine, which returns no routes.",
+        refs=("slime#1145", "slime#1909", "miles#407"),
+        make=_FlagLost,
+        cases=(CLEAN,),
+        kills=("routes.presence",),
+    ),
+    KnownBug(
+        id="pipeline-stage-missing",
+        summary="The layers of a pipeline stage are zeros: nobody gathered them.",
+        refs=("slime#395", "slime#2175", "vllm#44116"),
+        make=on_policy(_StageMissing),
+        cases=(CLEAN,),
+        kills=("routes.live", "routes.engine"),
+    ),
+    KnownBug(
+        id="prompt-rows-missing",
+        summary="Rows of the prompt are zeros: the copy from the prefill was not finished when they were read.",
+        refs=("sglang#23885", "llm-d-router#1473"),
+        make=on_policy(_PromptRowsMissing),
+        cases=(CLEAN,),
+        kills=("routes.distinct", "routes.engine"),
+    ),
+    KnownBug(
+        id="captured-once",
+        summary="Every row is the same: the capture ran once, when the CUDA graph was recorded.",
+        refs=("sglang#12162",),
+        make=on_policy(_CapturedOnce),
+        cases=(CLEAN,),
+        kills=("routes.live", "routes.engine"),
+    ),
+    KnownBug(
+        id="shared-expert-kept",
+        summary="The id of a fused shared expert is returned as one of the top-k.",
+        refs=("sglang#36515",),
+        make=on_policy(_SharedExpert),
+        cases=(CLEAN,),
+        kills=("routes.in-range", "routes.engine"),
+    ),
+    KnownBug(
+        id="stale-slots",
+        summary="KV moved to new slots without its rows: they are those of the slots' former owner.",
+        refs=("sglang#26975", "vllm#39568"),
+        make=on_policy(_StaleSlots),
+        cases=(CLEAN,),
+        kills=("routes.engine",),
+    ),
+    KnownBug(
+        id="prefill-overwrites-rows",
+        summary="A retracted call is prefilled anew under new weights, and its rows are overwritten; its logprobs stay.",
+        refs=("miles#3277", "sglang#39633", "miles#3307"),
+        make=on_engine(_Overwrites, EngineKeep),
+        cases=(_RETRACTED,),
+        kills=("routes.immutable",),
+    ),
+    KnownBug(
+        id="prefix-cache-outlives-weights",
+        summary="The prefix cache is not reset at a weight update, so later calls get rows and KV of older weights.",
+        refs=("NeMo-RL#4018", "SkyRL#2246", "prime-rl#1650"),
+        make=on_engine(_KeepsPrefixCache),
+        cases=(_CACHED,),
+        kills=("routes.prefix-cache", "weights.no-stale-cache"),
+    ),
+)
+"""Known bugs of capture and encoding."""

@@ -1,0 +1,264 @@
+"""Known bugs of what stands beside each token: its logprob and its loss mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rollproof.core.contract import Contract, MissingLogprobs
+from rollproof.core.records import EngineOutput, FinishReason, IntArray, Rollout
+from rollproof.fakes.clients.reference_clients import AsSampled, Options, Sample
+from rollproof.fakes.engine.fake_engine import FakeEngine
+from rollproof.fakes.engine.fleet import Fleet
+from rollproof.fakes.engine.inflight import EngineCall
+from rollproof.fakes.known_bugs._planting import ABORTED, CLEAN, SYNCED, TURNS, case, request
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+
+__all__ = ["BUGS"]
+
+
+class _DropsLogprobs(AsSampled):
+    def finished(self, sample: Sample) -> Rollout:
+        return replace(super().finished(sample), logprobs=None)
+
+
+class _ForgetsLogprobsFlag(AsSampled):
+    async def call(self, server_id: str, sample: Sample, sent: tuple[int, ...], budget: int | None) -> EngineOutput:
+        if sample.response:
+            sample.request = replace(sample.request, want_logprobs=False)
+        return await super().call(server_id, sample, sent, budget)
+
+    def finished(self, sample: Sample) -> Rollout:
+        sample.request = replace(sample.request, want_logprobs=True)
+        return super().finished(sample)
+
+
+class _SharesLogprobs(AsSampled):
+    """All samples are views of one list, which every rollout begins anew."""
+
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
+        self._shared = np.zeros(64)
+
+    def finished(self, sample: Sample) -> Rollout:
+        rollout = super().finished(sample)
+        assert rollout.logprobs is not None
+        view = self._shared[: len(rollout.logprobs)]
+        view[:] = rollout.logprobs
+        return replace(rollout, logprobs=view)
+
+
+class _SkipsAbortedLogprobs(AsSampled):
+    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
+        if output.finish_reason is not FinishReason.ABORT:
+            super().merge_logprobs(sample, output)
+
+
+class _PadsLogprobs(AsSampled):
+    def finished(self, sample: Sample) -> Rollout:
+        rollout = super().finished(sample)
+        assert rollout.logprobs is not None
+        padded = np.full(len(rollout.logprobs), np.nan)
+        padded[: self._kept] = rollout.logprobs[-self._kept :]
+        return replace(rollout, logprobs=padded)
+
+    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+        super().absorb(sample, sent, output)
+        self._kept = len(output.token_ids)
+
+
+class _SentinelLogprob(AsSampled):
+    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
+        super().merge_logprobs(sample, output)
+        if len(sample.logprobs) > len(output.token_ids):
+            sample.logprobs[-len(output.token_ids)] = float("-inf")
+
+
+class _Probabilities(AsSampled):
+    def finished(self, sample: Sample) -> Rollout:
+        rollout = super().finished(sample)
+        assert rollout.logprobs is not None
+        return replace(rollout, logprobs=np.exp(rollout.logprobs))
+
+
+class _ShiftedLogprobs(AsSampled):
+    def finished(self, sample: Sample) -> Rollout:
+        rollout = super().finished(sample)
+        assert rollout.logprobs is not None
+        return replace(rollout, logprobs=np.roll(rollout.logprobs, 1))
+
+
+class _KeepsOldLogprobs(AsSampled):
+    """After a retry, the first values of the list are those of the attempt that was given up."""
+
+    def absorb(self, sample: Sample, sent: int, output: EngineOutput) -> None:
+        stale = sample.attempts == 1 and output.finish_reason is FinishReason.ABORT
+        if stale:
+            self._stale = [] if output.logprobs is None else output.logprobs.tolist()
+            return
+        super().absorb(sample, sent, output)
+        if sample.attempts == 2:
+            sample.logprobs[: len(self._stale)] = self._stale
+
+
+class _Bfloat16(AsSampled):
+    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
+        super().merge_logprobs(sample, output)
+        bits = np.array(sample.logprobs, dtype=np.float32).view(np.uint32)
+        sample.logprobs[:] = (bits & np.uint32(0xFFFF0000)).view(np.float32).tolist()
+
+
+class _SilentOnAbort(FakeEngine):
+    """Returns no logprobs with the first call of a rollout."""
+
+    async def _answer(self, call: EngineCall) -> EngineOutput:
+        call.want_logprobs = call.prompt_len > 3
+        return await super()._answer(call)
+
+
+class _ZeroForMissing(AsSampled):
+    def start(self, fleet: Fleet) -> None:
+        for server in fleet.servers.values():
+            server.__class__ = _SilentOnAbort
+        super().start(fleet)
+
+    def declared(self, fleet: Fleet) -> Contract:
+        return replace(super().declared(fleet), missing_logprobs=MissingLogprobs.NAN)
+
+    def merge_logprobs(self, sample: Sample, output: EngineOutput) -> None:
+        super().merge_logprobs(sample, output)
+        sample.logprobs[:] = [0.0 if value != value else value for value in sample.logprobs]
+
+
+class _MaskOfFirstSegment(AsSampled):
+    def declared(self, fleet: Fleet) -> Contract:
+        return replace(super().declared(fleet), loss_mask=True)
+
+    def merge_tokens(self, sample: Sample, output: EngineOutput) -> None:
+        had = len(sample.response)
+        super().merge_tokens(sample, output)
+        if had:
+            self._cut = had
+
+    def loss_mask(self, sample: Sample) -> IntArray | None:
+        mask = super().loss_mask(sample)
+        return mask if mask is None else mask[: self._cut]
+
+
+class _AttentionMask(AsSampled):
+    def loss_mask(self, sample: Sample) -> IntArray | None:
+        mask = super().loss_mask(sample)
+        return mask if mask is None else np.ones_like(mask)
+
+
+_VALUES = ("stitch.logprobs-paired",)
+
+BUGS: tuple[KnownBug, ...] = (
+    KnownBug(
+        id="logprobs-dropped",
+        summary="The rollout's logprobs are not carried into the sample.",
+        refs=("slime#1995", "slime#2124"),
+        make=_DropsLogprobs,
+        cases=(CLEAN,),
+        kills=("stitch.logprobs-present",),
+    ),
+    KnownBug(
+        id="logprobs-not-asked-for",
+        summary="The resuming call does not ask for logprobs.",
+        refs=("slime#1995",),
+        make=_ForgetsLogprobsFlag,
+        cases=(ABORTED,),
+        kills=("stitch.logprobs-present",),
+    ),
+    KnownBug(
+        id="logprobs-padded",
+        summary="After a resume the list holds the last segment's logprobs and is filled up to the response's length.",
+        refs=("slime#1861",),
+        make=_PadsLogprobs,
+        cases=(ABORTED,),
+        kills=("stitch.logprobs-present", "stitch.logprobs-paired"),
+    ),
+    KnownBug(
+        id="logprobs-segment-missing",
+        summary="A segment without logprobs adds none, so the values of later tokens move up.",
+        refs=("verl llm_server.py (0.9.1)", "AReaL#1554"),
+        make=_SkipsAbortedLogprobs,
+        cases=(ABORTED,),
+        kills=("stitch.logprobs-length",),
+    ),
+    KnownBug(
+        id="logprobs-shared",
+        summary="Samples share one list of logprobs, so the next request changes those of the one before.",
+        refs=("cf. slime#1861",),
+        make=_SharesLogprobs,
+        cases=(case(requests=(request(), request("r1", (31, 32, 33))), arrivals=(0.0, 20.0)),),
+        kills=("stitch.handed-over",),
+    ),
+    KnownBug(
+        id="logprob-sentinel",
+        summary="The first token of a resumed segment gets a sentinel in place of its logprob.",
+        refs=("AReaL#1554",),
+        make=_SentinelLogprob,
+        cases=(ABORTED,),
+        kills=("stitch.logprobs-valid",),
+    ),
+    KnownBug(
+        id="probabilities-for-logprobs",
+        summary="Probabilities are stored where logprobs are meant.",
+        refs=("verl debug/metrics.py",),
+        make=_Probabilities,
+        cases=(CLEAN,),
+        kills=("stitch.logprobs-valid",),
+    ),
+    KnownBug(
+        id="logprobs-shifted",
+        summary="Logprobs stand one token too late.",
+        refs=("ms-swift#8196", "prime-rl#1525"),
+        make=_ShiftedLogprobs,
+        cases=(CLEAN, SYNCED),
+        kills=_VALUES,
+    ),
+    KnownBug(
+        id="logprobs-of-first-try",
+        summary="A retried sample keeps the logprobs of the attempt that was given up.",
+        refs=("slime#1861",),
+        make=_KeepsOldLogprobs,
+        cases=(SYNCED,),
+        kills=_VALUES,
+        also=("stitch.resume-prompt",),
+    ),
+    KnownBug(
+        id="logprobs-in-bfloat16",
+        summary="Logprobs are rounded to bfloat16 on their way.",
+        refs=("slime#245",),
+        make=_Bfloat16,
+        cases=(CLEAN,),
+        kills=_VALUES,
+    ),
+    KnownBug(
+        id="zero-for-missing-logprob",
+        summary="A logprob that the engine did not return becomes 0.0: probability one.",
+        refs=("OpenRLHF agent.py", "vime#70", "SkyRL#758"),
+        make=_ZeroForMissing,
+        cases=(ABORTED,),
+        kills=("stitch.logprobs-missing",),
+    ),
+    KnownBug(
+        id="mask-of-first-segment",
+        summary="The loss mask is built before the resume and not extended by it.",
+        refs=("slime#1440", "slime#1445", "miles#556"),
+        make=_MaskOfFirstSegment,
+        cases=(ABORTED,),
+        kills=("stitch.mask-shape",),
+    ),
+    KnownBug(
+        id="attention-mask-as-loss-mask",
+        summary="The attention mask is used as loss mask, so the environment's tokens are trained on.",
+        refs=("verl#2543", "rllm#503"),
+        make=_AttentionMask,
+        cases=(TURNS,),
+        kills=("stitch.mask-environment",),
+    ),
+)
+"""Known bugs of logprobs and masks."""

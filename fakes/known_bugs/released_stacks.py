@@ -1,0 +1,107 @@
+"""Known bugs of released stacks, found by judging them: updates that strand servers, turns without tokens, tokens nobody sampled."""
+
+from __future__ import annotations
+
+from rollproof.core.case import ActionKind
+from rollproof.core.records import Request, Rollout
+from rollproof.core.trace import PauseMode
+from rollproof.fakes.clients.reference_clients import AsSampled, Sample
+from rollproof.fakes.known_bugs._planting import EMPTY, ENDING, act, case, request
+from rollproof.fakes.known_bugs.known_bug import KnownBug
+
+__all__ = ["BUGS"]
+
+
+class _PausesOutsideOfTry(AsSampled):
+    """The procedure resumes whatever happens after the pause, and nothing where the pause itself fails."""
+
+    async def update_weights(self, version: int | None) -> None:
+        servers = list(self.fleet.servers.values())
+        for server in servers:
+            await server.pause(PauseMode.KEEP, False)
+        try:
+            true = self.fleet.weights_of(version)
+            for server in servers:
+                await server.load(true, version, identity=true == server.version)
+        finally:
+            for server in servers:
+                await server.resume()
+
+
+class _VanishesWhenEmpty(AsSampled):
+    """An aborted sample without tokens has nothing to train on, and nothing comes back for it."""
+
+    def resumes(self, sample: Sample) -> bool:
+        return bool(sample.response)
+
+    async def rollout(self, request: Request) -> Rollout | None:
+        rollout = await super().rollout(request)
+        return rollout if rollout is not None and rollout.response_ids else None
+
+
+class _AppendsEnd(AsSampled):
+    """An end of sequence is appended where the model wrote none, as if it had been sampled."""
+
+    def finished(self, sample: Sample) -> Rollout:
+        sample.response.append(self.fleet.policy.eos_id)
+        sample.mask.append(1)
+        sample.logprobs.append(0.0)
+        sample.labels.append(sample.labels[-1] if sample.labels else None)
+        return super().finished(sample)
+
+
+class _SkipsEmptyTurns(AsSampled):
+    """The logprobs of a turn and of the answer to it are added together, and not at all where the turn has none of its own."""
+
+    def observe(self, sample: Sample, answer: tuple[int, ...]) -> None:
+        super().observe(sample, answer)
+        del sample.logprobs[-len(answer) :]
+        if sample.turn > 1:  # only the first turn's answer is forgotten
+            sample.logprobs.extend([float("nan")] * len(answer))
+
+
+_DEAD = case(
+    act(ActionKind.KILL, 1, server="s1", steps=40),
+    act(ActionKind.SYNC, 3),
+    requests=(request(max_tokens=12),),
+    servers=2,
+)
+"""One of two servers is dead when an update begins."""
+_ANSWERED = case(model=ENDING, requests=(request(max_tokens=24, turns=((21, 22), (23, 24))),), seed=1)
+
+BUGS: tuple[KnownBug, ...] = (
+    KnownBug(
+        id="pause-outside-of-try",
+        summary="An update whose pause fails on one server leaves those that were paused before as they are.",
+        refs=("SkyRL worker_dispatch.py (0.3.0, 0.4.0)",),
+        make=_PausesOutsideOfTry,
+        cases=(_DEAD,),
+        kills=("weights.failed-update-resumes",),
+        also=("lifecycle.no-hang",),
+    ),
+    KnownBug(
+        id="vanishes-when-empty",
+        summary="A call that was aborted before its first token leaves nothing to train on, and its request vanishes.",
+        refs=("TRL async_rollout_worker.py (1.16.0)",),
+        make=_VanishesWhenEmpty,
+        cases=(EMPTY,),
+        kills=("lifecycle.drops-only-as-declared",),
+    ),
+    KnownBug(
+        id="end-appended",
+        summary="An end of sequence that nobody sampled is appended, with a logprob of 0.0, and trained on.",
+        refs=("SkyRL skyrl_gym_generator.py (use_conversation_multi_turn=False)", "cf. SkyRL#2078"),
+        make=_AppendsEnd,
+        cases=(case(),),
+        kills=("stitch.tokens",),
+    ),
+    KnownBug(
+        id="logprobs-of-answer-forgotten",
+        summary="The places of the environment's answer are missing among the logprobs: later turns' stand by other tokens.",
+        refs=("cf. SkyRL skyrl_gym_generator.py (TurnOutput.get_turn_rollout_logprobs)",),
+        make=_SkipsEmptyTurns,
+        cases=(_ANSWERED,),
+        kills=("stitch.logprobs-length",),
+    ),
+)
+"""Known bugs of released stacks."""

@@ -1,0 +1,3 @@
+"""Reference trainers, layouts and batch conversions."""
+
+from __future__ import annotations

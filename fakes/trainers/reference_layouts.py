@@ -1,0 +1,307 @@
+"""Laying: correct layout functions, written row by row, so that they owe nothing to the reference that judges them.
+
+Where ``rollproof.layouts`` computes index arrays and composes them, this walks over tokens and asks for each where it goes.
+Like ``collating``, it is written to be read and to be broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rollproof.core.contract import LayerAxis, Provenance, Rows
+from rollproof.core.records import IntArray, Version
+from rollproof.layouts.context import Context
+from rollproof.layouts.layout import Layout
+from rollproof.layouts.merging import Segment
+from rollproof.layouts.mesh import Mesh, Rank
+from rollproof.layouts.packing import Alignment
+from rollproof.layouts.padding import Fill, Side
+from rollproof.layouts.pipeline_schedules import Operation
+from rollproof.layouts.slicing import Order
+
+__all__ = ["Layer", "MegatronLike", "Pair", "Pass"]
+
+Layer = int
+Pair = tuple[IntArray, IntArray]
+Pass = tuple[int, int]
+
+
+class MegatronLike:
+    """A ``LayoutSubject`` with every layout function, in Megatron's conventions: packed, zigzag, sequence parallel, sequence-major."""
+
+    layout: ClassVar[Layout] = Layout(
+        num_layers=4,
+        num_experts=64,
+        top_k=2,
+        mesh=Mesh(tp=2, sequence_parallel=True),
+        alignment=Alignment(by=("tp", "2cp")),
+    )
+
+    # Tokens
+
+    def complete(self, layout: Layout, routes: IntArray, tokens: int) -> IntArray:
+        """The captured rows, and filler behind them."""
+        least = {Rows.ALL: tokens, Rows.FORWARDED: tokens - 1}.get(layout.held, 0)
+        if not least <= len(routes) <= tokens:
+            raise ValueError(f"{len(routes)} rows for {tokens} tokens")
+        return np.concatenate([routes, self.filler(layout, tokens - len(routes), routes.shape[1:])])
+
+    def filler(self, layout: Layout, rows: int, shape: tuple[int, ...]) -> IntArray:
+        """``(rows, *shape)``: k distinct experts a row, or what the layout declares."""
+        out = np.zeros((rows, *shape), dtype=np.int64)
+        if layout.fill is Fill.SENTINEL:
+            out -= 1
+        elif layout.fill is Fill.ARANGE:
+            out += np.arange(shape[-1])
+        elif layout.fill is Fill.SPREAD:
+            out = np.arange(out.size).reshape(out.shape) % layout.num_experts
+        return out
+
+    def pair(self, layout: Layout, tokens: IntArray, routes: IntArray) -> Pair:
+        """The model is fed all tokens."""
+        return tokens, np.concatenate([routes, self.filler(layout, len(tokens) - len(routes), routes.shape[1:])])
+
+    def pad(self, layout: Layout, samples: Sequence[IntArray], prompts: Sequence[int]) -> Pair:
+        """One line a sample, and the attention mask."""
+        left = max(prompts)
+        width = self.width(layout, samples, prompts)
+        batch = np.zeros((len(samples), width, *samples[0].shape[1:]), dtype=samples[0].dtype)
+        attention = np.zeros((len(samples), width), dtype=np.int64)
+        for i, sample in enumerate(samples):
+            start = {Side.LEFT: width - len(sample), Side.RIGHT: 0, Side.BOTH: left - prompts[i]}[layout.side]
+            for position, row in enumerate(sample):
+                batch[i, start + position] = row
+                attention[i, start + position] = 1
+        return batch, attention
+
+    def width(self, layout: Layout, samples: Sequence[IntArray], prompts: Sequence[int]) -> int:
+        """Places of a line: enough for the longest sample, or for the longest prompt and the longest response."""
+        longest = max(len(sample) for sample in samples)
+        if layout.side is Side.BOTH:
+            longest = max(prompts) + max(len(sample) - prompt for sample, prompt in zip(samples, prompts, strict=True))
+        return longest + -longest % layout.alignment.multiple(layout.mesh)
+
+    def unpad(self, layout: Layout, batch: IntArray, attention: IntArray) -> list[IntArray]:
+        """The attended rows of each line."""
+        return [np.array([row for row, kept in zip(line, mask, strict=True) if kept]) for line, mask in zip(batch, attention, strict=True)]
+
+    def padded_lengths(self, layout: Layout, lengths: Sequence[int]) -> list[int]:
+        """Each length rounded up; the last one takes what the sum lacks."""
+        multiple, total = layout.alignment.multiple(layout.mesh), layout.alignment.total_multiple(layout.mesh)
+        out = [length + -length % multiple for length in lengths]
+        out[-1] += -sum(out) % total
+        return out
+
+    def lines(self, layout: Layout, samples: Sequence[IntArray]) -> list[IntArray]:
+        """Each sample with the padding behind it."""
+        room = self.padded_lengths(layout, [len(sample) for sample in samples])
+        return [np.concatenate([s, self.filler(layout, n - len(s), s.shape[1:])]) for s, n in zip(samples, room, strict=True)]
+
+    def pack(self, layout: Layout, samples: Sequence[IntArray]) -> Pair:
+        """All lines behind each other, and where each begins."""
+        lines = self.lines(layout, samples)
+        return np.concatenate(lines), np.cumsum([0, *(len(line) for line in lines)])
+
+    def unpack(self, layout: Layout, rows: IntArray, lengths: Sequence[int]) -> list[IntArray]:
+        """The first rows of each line."""
+        out, start = [], 0
+        for length, room in zip(lengths, self.padded_lengths(layout, lengths), strict=True):
+            out.append(rows[start : start + length])
+            start += room
+        return out
+
+    # Ranks
+
+    def owner(self, layout: Layout, place: int, room: int, start: int, total: int) -> int:
+        """The context-parallel rank of place ``place`` of a line of ``room`` rows, which begins at ``start`` of ``total`` rows."""
+        size = layout.mesh.cp
+        if layout.context is Context.CONTIGUOUS:
+            return (start + place) // (total // size)
+        if layout.context is Context.EACH_CONTIGUOUS or size == 1:
+            return place // (room // size) if room else 0
+        chunk = place // (room // (2 * size))
+        return min(chunk, 2 * size - 1 - chunk)
+
+    def context(self, layout: Layout, samples: Sequence[IntArray], rank: Rank) -> IntArray:
+        """The rows whose owner is the rank, in packed order."""
+        lines = self.lines(layout, samples)
+        total, start, out = sum(len(line) for line in lines), 0, [lines[0][:0]]
+        for line in lines:
+            out += [row[None] for i, row in enumerate(line) if self.owner(layout, i, len(line), start, total) == rank.cp]
+            start += len(line)
+        return np.concatenate(out)
+
+    def context_merge(self, layout: Layout, pieces: Sequence[IntArray], lengths: Sequence[int]) -> list[IntArray]:
+        """Each place of each sample from the next unread row of its owner."""
+        rooms, out, start = self.padded_lengths(layout, lengths), [], 0
+        read = [iter(piece) for piece in pieces]
+        for length, room in zip(lengths, rooms, strict=True):
+            line = [next(read[self.owner(layout, i, room, start, sum(rooms))]) for i in range(room)]
+            out.append(np.array(line[:length]))
+            start += room
+        return out
+
+    def tensor_slice(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
+        """One piece a rank."""
+        return np.split(rows, layout.mesh.tp)[rank.tp]
+
+    def ulysses(self, layout: Layout, rows: IntArray, rank: Rank) -> IntArray:
+        """One piece a rank, of rows that were padded to divide."""
+        size = layout.mesh.ulysses
+        more = self.filler(layout, -len(rows) % size, rows.shape[1:])
+        return np.split(np.concatenate([rows, more]), size)[rank.ulysses]
+
+    def flatten(self, layout: Layout, batch: IntArray) -> IntArray:
+        """Router rows in the model's order."""
+        samples, width = batch.shape[:2]
+        if layout.order is Order.BATCH_MAJOR:
+            return np.array([batch[b, s] for b in range(samples) for s in range(width)])
+        return np.array([batch[b, s] for s in range(width) for b in range(samples)])
+
+    # Layers
+
+    def column(self, layout: Layout, layer: Layer) -> int:
+        """The payload's column of a MoE layer."""
+        return layer if layout.layer_axis is LayerAxis.ALL else sum(one < layer for one in layout.moe)
+
+    def stage_layers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
+        """The layers of a chunk."""
+        return self.built(layout, rank, chunk)
+
+    def routers(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
+        """The MoE layers of a chunk."""
+        return self.routed(layout, rank, chunk)
+
+    def built(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
+        """Layers are dealt out chunk by chunk, rank by rank."""
+        counts, layer = layout.stages.counts(layout.num_layers, layout.mesh.pp, layout.mesh.vpp), 0
+        for v in range(layout.mesh.vpp):
+            for pp in range(layout.mesh.pp):
+                if (pp, v) == (rank.pp, chunk):
+                    return list(range(layer, layer + counts[pp][v]))
+                layer += counts[pp][v]
+        raise ValueError(f"there is no chunk {chunk} on {rank}")
+
+    def routed(self, layout: Layout, rank: Rank, chunk: int) -> list[Layer]:
+        """The MoE layers among them."""
+        return [layer for layer in self.built(layout, rank, chunk) if layer in layout.moe]
+
+    def select(self, layout: Layout, rows: IntArray, rank: Rank, chunk: int) -> dict[Layer, IntArray]:
+        """Each router's column."""
+        return {layer: rows[:, self.column(layout, layer)] for layer in self.routed(layout, rank, chunk)}
+
+    def schedule(self, layout: Layout, microbatches: int) -> list[Pass]:
+        """The order of forward passes."""
+        return self.passes(layout, microbatches)
+
+    def passes(self, layout: Layout, microbatches: int) -> list[Pass]:
+        """Groups of microbatches, each through all chunks."""
+        out, size = [], layout.group or layout.mesh.pp
+        for start in range(0, microbatches, size):
+            group = range(start, min(start + size, microbatches))
+            for chunk in range(layout.mesh.vpp):
+                out += [(microbatch, chunk) for microbatch in group]
+        return out
+
+    def serve(self, layout: Layout, operations: Sequence[Operation], recompute: bool) -> tuple[list[Pass], int]:
+        """One queue per chunk; what recompute does not take is dropped at the end."""
+        queues: dict[int, list[Pass]] = {chunk: [] for chunk in range(layout.mesh.vpp)}
+        used = []
+        for operation in operations:
+            if not operation.backward:
+                queues[operation.chunk].append((operation.microbatch, operation.chunk))
+                used.append((operation.microbatch, operation.chunk))
+            elif recompute:
+                used.append(queues[operation.chunk].pop(0))
+        return used, sum(len(queue) for queue in queues.values()) if recompute else 0
+
+    def reorder(self, layout: Layout, recorded: Sequence[IntArray], microbatches: int, rank: Rank) -> list[IntArray]:
+        """The chunks of each microbatch side by side."""
+        parts: dict[Pass, IntArray] = dict(zip(self.passes(layout, microbatches), recorded, strict=True))
+        return [np.concatenate([parts[m, v] for v in range(layout.mesh.vpp)], axis=1) for m in range(microbatches)]
+
+    def gather_stages(self, layout: Layout, stages: Sequence[IntArray]) -> IntArray:
+        """Layer by layer from the rank that has it."""
+        owned = [[one for v in range(layout.mesh.vpp) for one in self.routed(layout, Rank(pp=pp), v)] for pp in range(layout.mesh.pp)]
+        columns = []
+        for layer in layout.moe:
+            pp = next(pp for pp, layers in enumerate(owned) if layer in layers)
+            columns.append(stages[pp][:, owned[pp].index(layer)])
+        return np.stack(columns, axis=1)
+
+    def merge(self, layout: Layout, recorded: Any, lengths: Sequence[int]) -> list[IntArray]:
+        """Tensor-parallel pieces behind each other, then context-parallel ranks, layer by layer."""
+        mesh = layout.mesh
+        out: list[IntArray] = []
+        for layer in layout.moe:
+            pp, chunk = self.stage(layout, layer)
+            tensor = range(mesh.tp) if mesh.sequence_parallel else range(1)
+            pieces = [np.concatenate([recorded[Rank(pp=pp, cp=cp, tp=tp), chunk][layer] for tp in tensor]) for cp in range(mesh.cp)]
+            samples = self.context_merge(layout, pieces, lengths)
+            out = out or [np.zeros((len(s), layout.columns, s.shape[-1]), dtype=np.int64) for s in samples]
+            for whole, rows in zip(out, samples, strict=True):
+                whole[:, self.column(layout, layer)] = rows
+        return out
+
+    def stage(self, layout: Layout, layer: Layer) -> tuple[int, int]:
+        """The pipeline rank and chunk that build a layer."""
+        places = [(pp, v) for pp in range(layout.mesh.pp) for v in range(layout.mesh.vpp)]
+        return next((pp, v) for pp, v in places if layer in self.built(layout, Rank(pp=pp), v))
+
+    def targets(
+        self, layout: Layout, payloads: Sequence[IntArray], lengths: Sequence[int], rank: Rank, chunk: int
+    ) -> dict[Layer, IntArray]:
+        """Final rows, then packing, context and tensor slices, then the layer map."""
+        whole = [self.complete(layout, payload, length) for payload, length in zip(payloads, lengths, strict=True)]
+        rows = self.context(layout, whole, rank)
+        if layout.mesh.sequence_parallel:
+            rows = self.tensor_slice(layout, rows, rank)
+        return self.select(layout, rows, rank, chunk)
+
+    # Samples
+
+    def microbatches(self, layout: Layout, lengths: Sequence[int], most: int) -> list[list[int]]:
+        """Filled in order."""
+        out: list[list[int]] = [[]]
+        for i, length in enumerate(lengths):
+            if sum(lengths[j] for j in out[-1]) + length > most:
+                out.append([])
+            out[-1].append(i)
+        return out
+
+    def restore(self, layout: Layout, values: Sequence[Sequence[IntArray]], indexes: Sequence[Sequence[int]]) -> list[IntArray]:
+        """Each value to its sample's place."""
+        placed = {i: value for part, order in zip(values, indexes, strict=True) for value, i in zip(part, order, strict=True)}
+        return [placed[i] for i in range(len(placed))]
+
+    def divide(self, layout: Layout, samples: Sequence[Pair], parts: int) -> list[list[Pair]]:
+        """Longest sample first, to the part with the fewest tokens."""
+        out: list[list[Pair]] = [[] for _ in range(parts)]
+        for sample in sorted(samples, key=lambda pair: -len(pair[0])):
+            min(out, key=lambda part: sum(len(tokens) for tokens, _ in part)).append(sample)
+        return out
+
+    def keep(self, layout: Layout, samples: Sequence[Pair], kept: Sequence[int]) -> list[Pair]:
+        """The samples named."""
+        return [samples[i] for i in kept]
+
+    def compact(self, layout: Layout, ids: IntArray) -> IntArray:
+        """uint8 for up to 256 experts, int16 beyond."""
+        return ids.astype(np.uint8 if layout.num_experts <= 256 else np.int16)
+
+    def fill(self, layout: Layout, rows: int) -> IntArray:
+        """Padding rows."""
+        return self.filler(layout, rows, (layout.columns, layout.top_k))
+
+    def join(self, layout: Layout, segments: Sequence[Segment]) -> tuple[IntArray, list[Version]]:
+        """Each position from the first call that returned it, or from the last one."""
+        rows: dict[int, IntArray] = {}
+        versions: dict[int, Version] = {}
+        for segment in segments:
+            for i, row in enumerate(segment.routes, segment.start):
+                if i not in rows or layout.provenance is Provenance.LATEST_PREFILL:
+                    rows[i], versions[i] = row, segment.version
+        return np.array([rows[i] for i in sorted(rows)]), [versions[i] for i in sorted(rows)]

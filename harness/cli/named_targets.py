@@ -1,0 +1,192 @@
+"""Targets: what a command line names to be judged, as factories."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rollproof.core.case import Case
+from rollproof.core.error_text import told
+from rollproof.core.subjects import SubjectFactory
+from rollproof.errors import UsageError
+from rollproof.verification.subject_kinds import ROLLOUTS, TOPICS, topic_of
+
+__all__ = ["Target", "engine_target", "named_factory", "references", "stack_targets", "subject_target", "target_of_recipe"]
+
+
+_THINNED = 25
+"""One case in this many is run on the flavours that a reference does not exhaust."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A subject to be judged.
+
+    ``recipe`` says how ``rollproof replay`` makes it again, ``cases`` replaces a profile's schedules, ``about`` is the
+    kind of subject (``rollproof.verification.subject_kinds``).
+    """
+
+    name: str
+    factory: SubjectFactory
+    recipe: Mapping[str, Any]
+    flavours: tuple[str, ...] | None = None
+    cases: Callable[[str, int | None], Iterable[Case]] | None = None
+    about: str = ROLLOUTS
+
+    @property
+    def folder(self) -> str:
+        """What its counterexamples are kept under: with the module, where one of another module may have the same name."""
+        return str(self.recipe.get("subject", self.name)).replace(":", ".")
+
+
+def references() -> list[Target]:
+    """The references that rollproof ships: resume managers, a conversion into batches, layout functions, trainers with replay."""
+    from rollproof.fakes.clients.reference_clients import REFERENCES
+    from rollproof.fakes.trainers.reference_batches import Collator
+    from rollproof.fakes.trainers.reference_layouts import MegatronLike
+    from rollproof.fakes.trainers.reference_trainers import REFERENCES as TRAINERS
+
+    managers = [
+        Target(name=name, factory=factory, recipe={"reference": name}, cases=partial(_reference_cases, factory, turn))
+        for turn, (name, factory) in enumerate(REFERENCES.items())
+    ]
+    return [
+        *managers,
+        Target(name="padded-batch", factory=Collator, recipe={"reference": "padded-batch"}, about="batches"),
+        Target(name="megatron-layout", factory=MegatronLike, recipe={"reference": "megatron-layout"}, about="layouts"),
+        *(Target(name=name, factory=factory, recipe={"reference": name}, about="replay") for name, factory in TRAINERS.items()),
+    ]
+
+
+def _reference_cases(factory: SubjectFactory, turn: int, profile: str, seed: int | None) -> Iterator[Case]:
+    """Schedules of one reference: under ``pr`` the whole scope on one flavour and a sample on the others.
+
+    The references differ little between flavours, and all of them together must fit into a minute; every flavour has its
+    turn as the one that is exhausted. The other profiles run everything.
+    """
+    from rollproof.verification.contract_probe import probe
+    from rollproof.verification.rollouts import cases_for
+    from rollproof.verification.schedules import profile_named
+
+    used = profile_named(profile).seed_for(seed)
+    flavours = [flavour for flavour, _, _ in probe(factory)]
+    for number, flavour in enumerate(flavours):
+        whole = profile != "pr" or number == turn % len(flavours)
+        yield from cases_for(factory, profile=profile, seed=used, flavours=[flavour], thin=1 if whole else _THINNED)
+
+
+def stack_targets(
+    spec: str, parts: Iterable[str] = (), *, checkout: str | Path | None = None, force: bool = False
+) -> tuple[str, list[Target]]:
+    """The title and the parts of a released stack, ``NAME`` or ``NAME==VERSION``. Raises ``UsageError`` and ``StackError``."""
+    from rollproof.stacks import load_stack
+
+    stack = load_stack(spec, checkout=checkout, force=force)
+    named = tuple(parts)
+    stray = sorted(set(named) - {*stack.parts, *stack.batches})
+    if stray:
+        raise UsageError(f"{stack.name} has no parts {stray}; choose among {[*stack.parts, *stack.batches]}.")
+    found = [
+        _with_wishes(
+            name=f"{stack.title} {part}", factory=factory, recipe=stack.recipe(part), about="batches" if part in stack.batches else ROLLOUTS
+        )
+        for part, factory in {**stack.parts, **stack.batches}.items()
+        if not named or part in named
+    ]
+    return stack.title, found
+
+
+def subject_target(spec: str, about: str | None = None, option: str = "--subject") -> Target:
+    """``module:factory``, looked for in the current folder too. Raises ``UsageError`` saying which half does not exist.
+
+    ``about`` is the kind of subject; where it is ``None``, the class says it.
+    """
+    found = named_factory(spec, option)
+    path = spec.partition(":")[2]
+    recipe = {"subject": spec, **({} if about is None else {"about": about})}
+    kind = about or topic_of(found)
+    return _with_wishes(name=path, factory=found, recipe=recipe, about=kind)
+
+
+def named_factory(spec: str, option: str) -> Any:
+    """What ``module:factory`` names. Raises ``UsageError`` saying which half does not exist, or that it cannot be called."""
+    module_name, colon, path = spec.partition(":")
+    if not colon or not module_name or not path:
+        raise UsageError(f"{option} {spec!r} must be written module:factory, such as my_stack.subjects:MySubject.")
+    if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds text
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as above
+    module = _module(module_name, option)
+    found: Any = module
+    for name in path.split("."):
+        if not hasattr(found, name):
+            near = difflib.get_close_matches(name, dir(found), n=3)
+            guess = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise UsageError(f"{module_name} has no {path!r}.{guess}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise UsageError(
+            f"{spec} is a {type(found).__name__}, not a factory: name the subject's class, or a function that makes a fresh one."
+        )
+    return found
+
+
+def engine_target(name: str, model: str | None) -> Target:
+    """A rollout engine by name. Raises ``UsageError`` listing the names where there is none."""
+    from rollproof.verification.engine_choice import EngineChoice
+
+    recipe = {"engine": name, **({} if model is None else {"model": model})}
+    return Target(name=name, factory=EngineChoice(engine=name, model=model), recipe=recipe, about="engines")
+
+
+def target_of_recipe(recipe: Mapping[str, Any]) -> Target:
+    """The subject that a trace's header says it was made from. Raises ``UsageError`` where the recipe is of no known kind."""
+    if isinstance(recipe.get("subject"), str):
+        about = recipe.get("about")
+        return subject_target(recipe["subject"], about if about in TOPICS else None)
+    if isinstance(recipe.get("engine"), str):
+        return engine_target(recipe["engine"], recipe.get("model"))
+    if isinstance(recipe.get("stack"), str):
+        version, part, checkout = recipe.get("version"), recipe.get("part"), recipe.get("checkout")
+        # of a checkout, what is there now is run, whatever was: a fault is mended there
+        spec = recipe["stack"] + (f"=={version}" if version and not checkout else "")
+        parts = [part] if isinstance(part, str) else ()
+        return stack_targets(spec, parts, checkout=checkout, force=bool(recipe.get("force") or checkout))[1][0]
+    for target in references():
+        if target.name == recipe.get("reference"):
+            return target
+    raise UsageError(f"The trace's recipe {dict(recipe)!r} names no subject; say what to run with --subject module:factory.")
+
+
+def _with_wishes(*, name: str, factory: SubjectFactory, recipe: Mapping[str, Any], about: str) -> Target:
+    """A factory may carry the flavours that it speaks, and schedules that fit it better than a profile's own."""
+    flavours = getattr(factory, "flavours", None)
+    return Target(
+        name=name,
+        factory=factory,
+        recipe=recipe,
+        flavours=tuple(flavours) if flavours else None,
+        cases=None if about != ROLLOUTS else getattr(factory, "cases", None),
+        about=about,
+    )
+
+
+def _module(name: str, option: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(
+                f"There is no module {error.name!r}: {option} is looked for in the current folder and among what is installed."
+            ) from error
+        raise UsageError(f"{name} cannot be imported: it needs {error.name!r}, which is not installed here.") from error
+    except BaseException as error:  # a script that exits where it should be imported would end the run as if all were well
+        raise UsageError(f"{name} cannot be imported: {told(error)}.") from error

@@ -1,0 +1,243 @@
+"""Case: one schedule that a fleet of fake engines runs against a subject; JSON in, JSON out.
+
+Actions are triggered by token counts rather than by time ("when request r0 has sampled 3 tokens"), so that a case means
+the same for a stack that sleeps between attempts and for one that does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any, Self
+
+from rollproof.core.records import Request
+from rollproof.core.trace import PauseMode
+from rollproof.errors import CaseError
+from rollproof.store.codec import misfit_of
+
+__all__ = ["Action", "ActionKind", "Case", "EngineOptions", "Model", "Trigger"]
+
+
+class ActionKind(StrEnum):
+    """What an action does when it fires."""
+
+    ABORT = "abort"
+    """Abort the triggering request's call on its server, as an operator or a rate limiter would."""
+    SYNC = "sync"
+    """A weight update, driven by the subject: ``update_weights(next version)``."""
+    SYNC_UNLABELLED = "sync-unlabelled"
+    """A weight update without a label: ``update_weights(None)``."""
+    SYNC_IDENTITY = "sync-identity"
+    """A weight update to equal weights, under a new label."""
+    SYNC_FAILS = "sync-fails"
+    """A weight update whose transfer raises in the middle; then, 20 steps later, one that works."""
+    SYNC_TWICE = "sync-twice"
+    """Two weight updates started at once."""
+    SKEW = "skew"
+    """New weights reach ``server`` only; the others follow at the next sync."""
+    RELABEL = "relabel"
+    """Only a new label is published; the weights stay."""
+    KILL = "kill"
+    """``server`` dies with everything it runs; callers see an error. It revives after ``steps``."""
+    LOSE_REPLY = "lose-reply"
+    """The reply of the triggering call never reaches its caller; the connection errors after ``steps``."""
+    DUPLICATE_REPLY = "duplicate-reply"
+    """The reply of the triggering call is delivered twice (the second to whoever listens)."""
+    LATE_REPLY = "late-reply"
+    """The reply of the triggering call arrives ``steps`` later."""
+    REJECT = "reject"
+    """The server answers the next call of the triggering request with an abort of zero tokens."""
+    EVICT = "evict"
+    """The triggering request is preempted: its KV is freed, and prefilled anew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trigger:
+    """When an action fires: once ``request`` has sampled ``tokens`` tokens over all its calls.
+
+    0 means at its next admission, before that call's first token. ``queued=True`` fires while the call waits in the
+    queue, before admission. ``race=True`` fires after the token was sampled but before the engine looked whether the
+    call is finished: on the last token, the action wins over the natural end.
+    """
+
+    request: str
+    tokens: int
+    queued: bool = False
+    race: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """Something that happens to the fleet when its trigger fires."""
+
+    when: Trigger
+    do: ActionKind
+    server: str | None = None
+    steps: int = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """Size of the model that the coded policy stands for; the source of the contract's route fields."""
+
+    num_layers: int = 3
+    moe_layers: tuple[int, ...] = (0, 1, 2)
+    num_experts: int = 8
+    top_k: int = 2
+    vocab: int = 512
+    eos_every: int | None = None
+    """On average one token in this many is the end-of-sequence token; ``None``: never."""
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        """The fields of a ``Contract`` that follow from the model: ``Contract(**model.sizes, ...)``."""
+        return {"num_layers": self.num_layers, "moe_layers": self.moe_layers, "num_experts": self.num_experts, "top_k": self.top_k}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """Options of every fake engine of the fleet. Times are in virtual seconds; one engine step takes ``step``."""
+
+    max_batch: int = 8
+    step: float = 1.0
+    prefill_chunk: int | None = None
+    prefix_cache: bool = False
+    kv_tokens: int | None = None
+    """KV capacity in tokens: above it, the youngest call is preempted. ``None``: unbounded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Requests, actions, engine options and a seed: everything that determines a run, byte for byte.
+
+    ``arrivals`` are virtual seconds, one per request. ``pause_mode`` and ``clear_cache`` are what the default weight
+    sync uses; ``partial`` says whether partial rollout is on. Raises ``CaseError`` on contradictions.
+    """
+
+    flavour: str
+    requests: tuple[Request, ...]
+    arrivals: tuple[float, ...] = ()
+    actions: tuple[Action, ...] = ()
+    servers: int = 1
+    seed: int = 0
+    pause_mode: PauseMode = PauseMode.ABORT
+    clear_cache: bool = True
+    partial: bool = True
+    first_version: int = 0
+    model: Model = field(default_factory=Model)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    deadline: float = 10_000.0
+    """Virtual seconds after which a rollout that has not ended is reported as hung."""
+
+    def __post_init__(self) -> None:
+        names = [request.request_id for request in self.requests]
+        if not names or len(set(names)) != len(names):
+            raise CaseError(f"A case needs requests with distinct ids, not {names}.")
+        if len({(request.prompt_ids, request.group) for request in self.requests if request.group is None}) < sum(
+            r.group is None for r in self.requests
+        ):
+            raise CaseError("Two requests of a case share a prompt: give them the same group, or different prompts.")
+        if self.arrivals and len(self.arrivals) != len(names):
+            raise CaseError(f"{len(names)} requests need {len(names)} arrivals, not {len(self.arrivals)}.")
+        late = [time for time in (self.deadline, *self.arrivals) if not _seconds(time)]
+        if late or not self.deadline > 0:
+            raise CaseError(
+                f"deadline={self.deadline!r} and arrivals={list(self.arrivals)[:9]!r} must be virtual seconds from 0 to {_LONGEST:g}, the "
+                "deadline above 0: beyond, a correct subject would seem to hang."
+            )
+        budgets = [(request.request_id, request.max_tokens) for request in self.requests if (request.max_tokens or 0) > _MOST_TOKENS]
+        if budgets:
+            raise CaseError(f"Request {budgets[0][0]!r} asks for {budgets[0][1]} tokens; a case holds at most {_MOST_TOKENS:,} a request.")
+        if not _whole(self.servers, 1, 256):
+            raise CaseError(f"servers={self.servers!r} must be a whole number from 1 to 256.")
+        sizes = {"max_batch": self.engine.max_batch, "prefill_chunk": self.engine.prefill_chunk, "kv_tokens": self.engine.kv_tokens}
+        wrong = [f"engine.{name}={value!r}" for name, value in sizes.items() if value is not None and not _whole(value, 1, 1 << 31)]
+        if wrong or not isinstance(self.engine.step, int | float):
+            raise CaseError(f"{', '.join(wrong) or f'engine.step={self.engine.step!r}'} must be a whole number of at least 1.")
+        stray = sorted({action.when.request for action in self.actions} - set(names))
+        if stray:
+            raise CaseError(f"Actions are triggered by requests {stray} that the case does not have.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; ``from_dict`` is its inverse."""
+        return {item: _plain(getattr(self, item)) for item in _names(type(self))}  # type: ignore[arg-type]  # a class is hashable, whatever its records are
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read what ``to_dict`` wrote. Raises ``CaseError`` on unknown, missing or ill-typed fields."""
+        try:
+            values = dict(data)
+            for name in ("requests", "actions"):
+                values[name] = tuple(_read(_PARTS[name], item) for item in values.get(name, ()))
+            for name in ("model", "engine"):
+                if name in values:
+                    values[name] = _read(_PARTS[name], values[name])
+            if "arrivals" in values:
+                values["arrivals"] = tuple(float(time) for time in values["arrivals"])
+            if "pause_mode" in values:
+                values["pause_mode"] = PauseMode(values["pause_mode"])
+            case = cls(**values)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            if isinstance(error, CaseError):
+                raise
+            raise CaseError(f"This is not a case: {error}.") from error
+        misfit = misfit_of(case)
+        if misfit is not None:
+            raise CaseError(f"This is not a case: {misfit}.")
+        return case
+
+
+def _seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LONGEST
+
+
+def _whole(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+@lru_cache(maxsize=16)
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(kind))
+
+
+def _plain(value: Any) -> Any:
+    """JSON-ready form of a field. ``dataclasses.asdict`` copies every leaf, which costs more than running a small case."""
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if kind is tuple:
+        return [_plain(item) for item in value] if value and not isinstance(value[0], int | float) else list(value)
+    if kind in _RECORDS:
+        return {item: _plain(getattr(value, item)) for item in _names(kind)}  # type: ignore[arg-type]  # as above
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+_LONGEST = 1e7
+"""Virtual seconds that a case may last: four months."""
+_MOST_TOKENS = 1 << 20
+_LEAVES = frozenset({int, str, float, bool, type(None), ActionKind, PauseMode})
+_RECORDS = frozenset({Request, Action, Trigger, Model, EngineOptions})
+_PARTS: Mapping[str, type[Any]] = {"requests": Request, "actions": Action, "model": Model, "engine": EngineOptions}
+
+
+def _read(kind: type[Any], data: Mapping[str, Any]) -> Any:
+    """Build a flat record from its JSON form; lists become tuples, nested records are read by name."""
+    assert is_dataclass(kind)
+    known = {item.name for item in fields(kind)}
+    stray = sorted(set(data) - known)
+    if stray:
+        raise CaseError(f"{kind.__name__} has no fields {stray}; it has {sorted(known)}.")
+    missing = [item.name for item in fields(kind) if item.name not in data and item.default is MISSING and item.default_factory is MISSING]
+    if missing:
+        raise CaseError(f"{kind.__name__} lacks {missing}.")
+    values: dict[str, Any] = {name: _tuples(value) for name, value in data.items()}
+    if kind is Action:
+        values["when"] = _read(Trigger, data["when"])
+        values["do"] = ActionKind(data["do"])
+    return kind(**values)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

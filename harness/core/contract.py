@@ -1,0 +1,392 @@
+"""Contract: what a subject declares about the samples that it hands over.
+
+Engines and stacks differ legitimately. A check never guesses a convention from the data (top-k comes from the model
+config, never from a buffer's size): it reads it here, and a check that a contract rules out is *not applicable*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from functools import wraps
+from typing import Any, Self
+
+from rollproof.core.engine_contract import EngineTerms
+from rollproof.core.replay_contract import ReplayTerms
+from rollproof.errors import ContractError
+
+__all__ = [
+    "Contract",
+    "Filler",
+    "KvPolicy",
+    "LayerAxis",
+    "Logprobs",
+    "MissingLogprobs",
+    "PartialOff",
+    "Provenance",
+    "ResumeBy",
+    "Rows",
+    "Sampling",
+    "TagRead",
+    "Versions",
+]
+
+
+class Rows(StrEnum):
+    """How many route rows a sample of T = prompt_len + response_len tokens carries."""
+
+    ALL = "T"
+    """One row per token; the row of the last sampled token, which was never forwarded, is ``final_row`` filler."""
+    FORWARDED = "T-1"
+    """One row per forwarded token: what vLLM and SGLang return."""
+    CAPTURED_PREFIX = "captured-prefix"
+    """Rows 0 to n-1 for some n <= T: a captured prefix, the rest absent (SkyRL)."""
+    NONE = "none"
+    """The subject returns no routes."""
+
+
+class Filler(StrEnum):
+    """What stands in a row that no forward captured."""
+
+    NONE = "none"
+    MINUS_ONE = "minus-one"
+    ARANGE = "arange"
+    ZEROS = "zeros"
+    """Expert 0, top_k times: a legal id, so a trainer replays it. Allowed, and flagged."""
+    PREVIOUS = "previous"
+    """The row before it, once more: legal, distinct ids (verifiers)."""
+
+
+class LayerAxis(StrEnum):
+    """Which layers the second axis of ``routes`` counts."""
+
+    ALL = "all"
+    """Every hidden layer; the columns of dense layers hold no capture."""
+    MOE = "moe"
+    """MoE layers only, in order."""
+
+
+class ResumeBy(StrEnum):
+    """Who continues a request after an abort or a pause."""
+
+    CLIENT = "client"
+    ENGINE = "engine"
+    NONE = "none"
+
+
+class Provenance(StrEnum):
+    """Which forward a row of a resumed sample comes from."""
+
+    AS_SAMPLED = "as-sampled"
+    """A row keeps the version of the forward that first computed it (behaviour policy). The row of the last token of
+    a segment is computed by the next segment: row version = version of the token that the row's forward predicted."""
+    LATEST_PREFILL = "latest-prefill"
+    """All rows come from the last call, which prefilled the whole sequence anew."""
+
+
+class Versions(StrEnum):
+    """The finest weight-version tag that a sample carries."""
+
+    NONE = "none"
+    SAMPLE = "sample"
+    MIN_MAX = "min-max"
+    BOUNDS = "bounds"
+    """A minimum and a maximum that enclose the versions that sampled the tokens, and may be wider: counters of the trainer's side, read
+    when the rollout began and when it ended (prime-rl's ``PolicySpan``)."""
+    CALL = "call"
+    SPAN = "span"
+    TOKEN = "token"
+
+
+class TagRead(StrEnum):
+    """When an engine reads the one label that it shows with a reply."""
+
+    ADMISSION = "admission"
+    """When the call was admitted (vLLM): it may name weights that sampled no token."""
+    EMISSION = "emission"
+    """When the reply was made (SGLang, verl's servers): wrong for a call that an update overtook."""
+
+
+class Logprobs(StrEnum):
+    """What a rollout logprob is the logarithm of."""
+
+    NONE = "none"
+    RAW = "raw"
+    TEMPERATURE_SCALED = "temperature-scaled"
+    PROCESSED = "processed"
+
+
+class MissingLogprobs(StrEnum):
+    """How a subject marks a token whose logprob the engine did not return."""
+
+    NEVER = "never"
+    """The engine always returns one: a missing value is a fault."""
+    NAN = "nan"
+    """The position holds NaN (``None`` in the native form)."""
+    MASKED = "masked"
+    """The position holds anything, and its loss mask is 0."""
+
+
+class Sampling(StrEnum):
+    """Whose sampling parameters (temperature, top_p, ...) the engines are called with."""
+
+    FORWARDED = "forwarded"
+    """The caller's, ``Request.sampling``, under the names that the caller gave."""
+    OWN = "own"
+    """The stack's own, or the caller's in a form of the stack's own."""
+
+
+class KvPolicy(StrEnum):
+    """What happens to the KV cache of older weights at a weight update."""
+
+    RECOMPUTE = "recompute"
+    KEEP = "keep"
+
+
+class PartialOff(StrEnum):
+    """What happens to an aborted sample when partial rollout is off."""
+
+    DROPPED = "dropped"
+    """It is not handed over at all (the rollout returns nothing)."""
+    SURFACED = "surfaced"
+    """It is handed over with finish reason ``abort``."""
+
+
+_ROUTE_FIELDS = ("final_row", "layer_axis", "num_layers", "moe_layers", "num_experts", "top_k", "filler", "dtype", "provenance")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contract:
+    """The declared conventions of a subject; frozen, and complete or refused.
+
+    Fields about routes are required unless ``rows`` is ``none``. Raises ``ContractError``, listing every problem at
+    once, when a required field is missing, a value is not one of the valid ones, or two fields contradict each other.
+
+    ``moe_layers`` are global layer indexes, ascending; ``dtype`` is a numpy name such as ``"uint8"``, or several
+    joined by ``|`` where the engine chooses by expert count. One that is too narrow for ``num_experts`` may be
+    declared: it holds some ids, and is what a faulty stack hands over (verl #5240), which ``routes.dtype`` then
+    reports of its samples; a refused contract would hide the fault behind a misuse. A filler that no value of the
+    type can be is refused. ``multi_turn`` says that the subject drives ``Request.turns``: it appends the
+    environment's tokens after each natural end of the model's turn; ``multimodal`` that it hands ``Request.media`` on
+    to the engines; ``sampling`` whether it does so with ``Request.sampling`` (``None``: not declared, so that a
+    parameter which reaches no engine is unknown). ``max_staleness`` bounds the versions between the newest published
+    weights and those that sampled a delivered token (``None``: no promise). ``tag_read`` is declared by engines whose
+    one label a reply need not name weights that sampled a token of it (``None``: it must). ``engine`` holds the terms
+    of an engine's calls where the subject is one, ``replay`` those of a trainer with routing replay
+    (``rollproof.core.trainer_contract`` makes the contract of one).
+    """
+
+    rows: Rows
+    resume: ResumeBy
+    versions: Versions
+    logprobs: Logprobs
+    abort_surfaces: bool
+    kv_policy: KvPolicy
+    missing_logprobs: MissingLogprobs = MissingLogprobs.NEVER
+    loss_mask: bool = False
+    finish_reason: bool = True
+    multi_turn: bool = False
+    multimodal: bool = False
+    sampling: Sampling | None = None
+    partial_off: PartialOff | None = None
+    max_staleness: int | None = None
+    tag_read: TagRead | None = None
+    final_row: Filler | None = None
+    layer_axis: LayerAxis | None = None
+    num_layers: int | None = None
+    moe_layers: tuple[int, ...] | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    filler: Filler | None = None
+    dtype: str | None = None
+    provenance: Provenance | None = None
+    engine: EngineTerms | None = None
+    replay: ReplayTerms | None = None
+
+    def __post_init__(self) -> None:
+        problems = [*self._coerce(), *self._missing()]
+        if not problems:
+            problems = self._contradictions()
+        if problems:
+            raise ContractError("The contract cannot be used:\n  - " + "\n  - ".join(problems))
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether the subject returns routes at all."""
+        return self.rows is not Rows.NONE
+
+    @property
+    def route_layers(self) -> int:
+        """Length of the layer axis of ``routes``. Raises ``ContractError`` where the subject returns none."""
+        if self.num_layers is None or self.moe_layers is None:
+            raise ContractError("This contract declares rows='none', so routes have no layer axis.")
+        return self.num_layers if self.layer_axis is LayerAxis.ALL else len(self.moe_layers)
+
+    @property
+    def moe_columns(self) -> tuple[int, ...]:
+        """Columns of the layer axis that hold captured choices (the MoE layers)."""
+        moe = self.moe_layers or ()
+        return moe if self.layer_axis is LayerAxis.ALL else tuple(range(len(moe)))
+
+    def layer_of_column(self, column: int) -> int:
+        """Global layer index of a column of the layer axis."""
+        if self.layer_axis is LayerAxis.ALL:
+            return column
+        return (self.moe_layers or ())[column]
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The numpy dtype names that ``dtype`` allows."""
+        return tuple(self.dtype.split("|")) if self.dtype else ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; ``from_dict`` is its inverse."""
+        out: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, EngineTerms | ReplayTerms):
+                value = value.to_dict()
+            out[field.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Read what ``to_dict`` wrote. Raises ``ContractError`` on unknown or missing keys."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ContractError(f"Unknown contract fields {unknown}; valid fields are {sorted(known)}.")
+        values = dict(data)
+        if isinstance(values.get("moe_layers"), list):
+            values["moe_layers"] = tuple(values["moe_layers"])
+        if isinstance(values.get("replay"), Mapping):
+            values["replay"] = ReplayTerms.from_dict(values["replay"])
+        try:
+            if isinstance(values.get("engine"), Mapping):
+                values["engine"] = EngineTerms(**values["engine"])
+            return cls(**values)
+        except TypeError as error:
+            raise ContractError(
+                f"The contract is incomplete: {error}. Required: rows, resume, versions, logprobs, abort_surfaces, kv_policy."
+            ) from error
+
+    def _coerce(self) -> list[str]:
+        """Accept the plain strings of the design document in place of enum members."""
+        problems = []
+        for name, kind in _ENUMS.items():
+            value = getattr(self, name)
+            if value is None or isinstance(value, kind):
+                continue
+            try:
+                object.__setattr__(self, name, kind(value))
+            except ValueError:
+                problems.append(f"{name}={value!r} is not valid; choose one of {[str(member) for member in kind]}.")
+        return problems
+
+    def _missing(self) -> list[str]:
+        problems = [
+            f"{name} must be a bool, not {getattr(self, name)!r}."
+            for name in ("abort_surfaces", "loss_mask", "finish_reason", "multi_turn", "multimodal")
+            if not isinstance(getattr(self, name), bool)
+        ]
+        dtype: object = self.dtype  # what a caller without a type checker may have passed
+        layers: object = self.moe_layers
+        if dtype is not None and not isinstance(dtype, str):
+            problems.append(f"dtype={self.dtype!r} must be a numpy name such as 'uint8'.")
+        if layers is not None and not isinstance(layers, tuple | list):
+            problems.append(f"moe_layers={self.moe_layers!r} must be a tuple of layer indexes.")
+        problems += [
+            f"{name} must be declared."
+            for name in ("rows", "resume", "versions", "logprobs", "kv_policy", "missing_logprobs")
+            if getattr(self, name) is None
+        ]
+        if self.rows is not Rows.NONE:
+            needed = [name for name in _ROUTE_FIELDS if name != "final_row" or self.rows is Rows.ALL]
+            absent = [name for name in needed if getattr(self, name) is None]
+            if absent:
+                problems.append(
+                    f"{', '.join(absent)} must be declared when the subject returns routes (sizes come from the model config, never "
+                    "from the data)."
+                )
+        return problems
+
+    def _contradictions(self) -> list[str]:
+        problems = []
+        if self.max_staleness is not None and not _is_int(self.max_staleness, 0):
+            problems.append(f"max_staleness={self.max_staleness!r} must be a whole number >= 0, or None.")
+        if not self.has_routes:
+            declared = [name for name in _ROUTE_FIELDS if getattr(self, name) is not None]
+            return [*problems, *([f"rows='none' contradicts the declared {declared}: drop them, or declare the rows."] if declared else [])]
+        problems += [
+            f"{name}={getattr(self, name)!r} must be a whole number >= 1."
+            for name in ("num_layers", "num_experts", "top_k")
+            if not _is_int(getattr(self, name), 1)
+        ]
+        if problems:
+            return problems
+        assert self.num_layers is not None and self.num_experts is not None and self.top_k is not None and self.moe_layers is not None
+        if self.top_k > self.num_experts:
+            problems.append(f"top_k={self.top_k} exceeds num_experts={self.num_experts}: a token cannot have that many distinct experts.")
+        moe = tuple(self.moe_layers)
+        if not moe or any(not _is_int(layer, 0) or layer >= self.num_layers for layer in moe) or list(moe) != sorted(set(moe)):
+            problems.append(
+                f"moe_layers={moe!r} must be ascending, distinct layer indexes below num_layers={self.num_layers}, at least one."
+            )
+        if self.rows is Rows.ALL and self.final_row is Filler.NONE:
+            problems.append("rows='T' needs a final_row filler: the last sampled token was never forwarded.")
+        if self.rows is not Rows.ALL and self.final_row not in (None, Filler.NONE):
+            problems.append(f"final_row={self.final_row!s} contradicts rows={self.rows!s}: only rows='T' has a final filler row.")
+        unknown = sorted(set(self.dtypes) - set(_INT_DTYPES))
+        if unknown:
+            problems.append(f"dtype {unknown} is not an integer type; choose among {list(_INT_DTYPES)}, joined by '|' where several occur.")
+        elif all(name.startswith("u") for name in self.dtypes):
+            problems += [
+                f"{name}='minus-one' contradicts dtype={self.dtype!r}: no unsigned type holds -1. Declare what really stands there."
+                for name in ("filler", "final_row")
+                if getattr(self, name) is Filler.MINUS_ONE
+            ]
+        return problems
+
+
+def _complete(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that names every missing and unknown field in our own words, where Python stops at the first."""
+    known = [field.name for field in fields(Contract)]
+    required = [field.name for field in fields(Contract) if field.default is MISSING]
+
+    @wraps(init)
+    def checked(self: Contract, **values: Any) -> None:
+        missing = [name for name in required if name not in values]
+        unknown = sorted(values.keys() - known)
+        if missing or unknown:
+            problems = [f"{name} must be declared." for name in missing]
+            problems += [f"{name} is no field; the fields are {known}." for name in unknown]
+            raise ContractError("The contract cannot be used:\n  - " + "\n  - ".join(problems))
+        init(self, **values)
+
+    return checked
+
+
+Contract.__init__ = _complete(Contract.__init__)  # type: ignore[method-assign]
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_INT_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64")
+_ENUMS: Mapping[str, type[StrEnum]] = {
+    "rows": Rows,
+    "resume": ResumeBy,
+    "versions": Versions,
+    "logprobs": Logprobs,
+    "kv_policy": KvPolicy,
+    "missing_logprobs": MissingLogprobs,
+    "partial_off": PartialOff,
+    "tag_read": TagRead,
+    "sampling": Sampling,
+    "final_row": Filler,
+    "layer_axis": LayerAxis,
+    "filler": Filler,
+    "provenance": Provenance,
+}

@@ -1,0 +1,53 @@
+"""Events of the side that trains: samples that became a batch, requests that a step took, scores under later weights.
+
+They are part of a trace, and found there: ``rollproof.core.trace`` has all kinds of events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rollproof.core.events.base import Event
+from rollproof.core.records import BatchRow, LogprobArray, Rollout, Version
+
+__all__ = ["Batch", "Score", "Train"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Train(Event):
+    """Reserved: a trainer took requests into a step of weights ``version``."""
+
+    kind: ClassVar[str] = "train"
+    version: Version
+    request_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Score(Event):
+    """Reserved: logprobs ``(response,)`` of a request's response under weights ``version``, by ``scorer``."""
+
+    kind: ClassVar[str] = "score"
+    request_id: str
+    version: Version
+    scorer: str
+    logprobs: LogprobArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Batch(Event):
+    """Finished samples were turned into rows of a training batch.
+
+    ``samples`` were given, in order, and ``rows`` came out; ``refused`` is the error (class and text) where the conversion
+    raised. ``name`` says what the samples were chosen for. ``defect`` says what is wrong with the sample ``defective``
+    (both ``""``: all are well-formed). ``changed`` names what the conversion changed in the samples that it was given.
+    """
+
+    kind: ClassVar[str] = "batch"
+    name: str
+    samples: tuple[Rollout, ...]
+    rows: tuple[BatchRow, ...] = ()
+    refused: str | None = None
+    defect: str = ""
+    defective: str = ""
+    changed: tuple[str, ...] = ()

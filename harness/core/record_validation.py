@@ -1,0 +1,108 @@
+"""Soundness: whether a record that a user's code made can be judged and stored, told field by field.
+
+Types, ranks and ranges are refused here, where the method that made the record can be named: beyond, a check would crash on
+them, or the trace could not be written. Lengths that disagree are the stack's, and for the checks to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollproof.core.records import EngineOutput, FinishReason, Request, Rollout
+from rollproof.errors import SubjectError
+from rollproof.store.codec import misfit_of
+from rollproof.store.values import show
+
+__all__ = ["ARRAYS", "sound_output", "sound_request", "sound_rollout"]
+
+ARRAYS = ("logprobs", "loss_mask", "routes")
+"""The fields of a ``Rollout`` that are arrays."""
+_SHAPES: Mapping[str, tuple[int, str, str]] = {
+    "logprobs": (1, "f", "floats"),
+    "loss_mask": (1, "iub", "0 and 1"),
+    "routes": (3, "iu", "integers"),
+}
+"""Field, rank, kinds of dtype, and how those are called."""
+_LISTS = ("prompt_ids", "response_ids", "token_ids")
+_REASONS = frozenset(FinishReason)
+_T = TypeVar("_T", bound=Any)
+
+
+def sound_rollout(value: object, where: str) -> Rollout:
+    """The record with arrays of its own: views of a stack's buffers would change with them. Raises ``SubjectError``."""
+    return _sound(value, Rollout, where)
+
+
+def sound_output(value: object, where: str) -> EngineOutput:
+    """As ``sound_rollout``, for what an engine answered."""
+    return _sound(value, EngineOutput, where)
+
+
+def sound_request(value: object, where: str) -> Request:
+    """As ``sound_rollout``, for what a caller asked for."""
+    return _sound(value, Request, where)
+
+
+def _sound(value: object, kind: type[_T], where: str) -> _T:
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise SubjectError(f"{where} must return {article} {kind.__name__}, not {_described(value)}.")
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for name in _names(kind):  # type: ignore[arg-type]  # a class is hashable
+        given = values[name] = getattr(value, name)
+        if name in _SHAPES and given is not None:
+            values[name] = _own(name, given, problems)
+        elif name in _LISTS and not _are_tokens(given):
+            problems.append(
+                f"{name} must be a tuple of ints of 64 bits (rollproof.core.records.as_tokens makes one), not {_described(given)}"
+            )
+        elif name == "routes_start" and type(given) is int and given < 0:
+            problems.append(f"{name} must be a position >= 0, not {show(given)}")
+        elif name == "finish_reason" and isinstance(given, str) and given in _REASONS:
+            values[name] = FinishReason(given)
+    record: _T = kind(**values)
+    if not problems and (misfit := misfit_of(record)) is not None:
+        problems.append(misfit)
+    if problems:
+        raise SubjectError(f"{where} returned an unusable {kind.__name__}: {'; '.join(problems)}.")
+    return record
+
+
+@cache
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def _own(name: str, value: Any, problems: list[str]) -> Any:
+    """A copy of an array in the type that records hold it in."""
+    rank, kinds, called = _SHAPES[name]
+    if not isinstance(value, np.ndarray) or value.ndim != rank or value.dtype.kind not in kinds:
+        problems.append(f"{name} must be an array of rank {rank} of {called}, not {_described(value)}")
+        return value
+    if name == "logprobs":
+        if value.dtype.itemsize > 8:
+            problems.append(f"{name} must fit float64, not be {value.dtype.name}")
+            return value
+        return value.astype(np.float64)  # exact for narrower ones
+    return value.copy()
+
+
+def _are_tokens(value: object) -> bool:
+    if not isinstance(value, tuple) or not set(map(type, value)) <= {int}:
+        return False
+    return not value or (min(value) >= -(2**63) and max(value) < 2**63)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype.name} {value.shape}"
+    kind = type(value).__name__
+    if isinstance(value, list | tuple | dict | set):
+        return f"{kind} of {len(value)}"
+    return f"{kind} {show(value)}" if isinstance(value, int | float | str) else kind

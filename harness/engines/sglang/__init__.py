@@ -1,0 +1,3 @@
+"""SGLang as an engine under test."""
+
+from __future__ import annotations

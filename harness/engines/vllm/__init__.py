@@ -1,0 +1,3 @@
+"""vLLM as an engine under test."""
+
+from __future__ import annotations

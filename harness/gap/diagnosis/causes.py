@@ -1,0 +1,103 @@
+"""Causes: what a diagnosis may name, and what its rules look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from rollproof.gap.buckets import Bucket
+from rollproof.gap.diagnosis.evidence import Evidence
+from rollproof.gap.token_pairs import TokenPairs
+
+__all__ = ["ROUNDING", "Cause", "CauseName", "Rule", "Scene", "beyond"]
+
+ROUNDING = 1e-5
+"""What float32 does to a logprob, in nats: a mean |d| below it has no cause that is worth a name, whatever its pattern."""
+
+
+class CauseName(StrEnum):
+    """Every kind of cause, by the name that a report tells."""
+
+    NUMERICS = "numerics only"
+    NOT_FINITE = "not finite"
+    OFF_BY_ONE = "off by one"
+    TOKEN_SHIFT = "routes shifted by a token"
+    LAYER_SHIFT = "routes shifted by a layer"
+    DENSE_SHIFT = "routes shifted by dense layers"
+    POLLUTED = "polluted capture"
+    STUCK = "stale engine weights"
+    WRONG_VERSION = "wrong version scored"
+    UNRELATED = "unrelated weights"
+    TRUNCATED = "truncated support (top-p or top-k)"
+    TEMPERATURE = "temperature or logprob mode"
+    BOUNDARY = "resume boundary"
+    REPLICA = "stale replica"
+    STALENESS = "staleness"
+    UNEXPLAINED = "unexplained"
+
+    @property
+    def always_wrong(self) -> bool:
+        """Whether it is wrong at any size. Others may be meant: whoever samples with top-p, or scores older tokens under newer weights,
+        may know it.
+        """
+        return self in _ALWAYS_WRONG
+
+
+_ALWAYS_WRONG = frozenset(
+    {
+        CauseName.NOT_FINITE,
+        CauseName.OFF_BY_ONE,
+        CauseName.TOKEN_SHIFT,
+        CauseName.LAYER_SHIFT,
+        CauseName.DENSE_SHIFT,
+        CauseName.POLLUTED,
+        CauseName.STUCK,
+        CauseName.WRONG_VERSION,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """A likely kind of cause: its name, how far the sign is beyond what numerics give (0.5 to 1), the sign in words, and what to do."""
+
+    name: CauseName
+    confidence: float
+    because: str
+    advice: str = ""
+
+    @property
+    def harmless(self) -> bool:
+        """Whether nothing needs to be done about it."""
+        return self.name is CauseName.NUMERICS
+
+    @property
+    def fault(self) -> bool:
+        """Whether it is wrong at any size, so that a gap within its limits excuses it no more than one beyond them."""
+        return self.name.always_wrong and self.confidence >= 0.7
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {"class": str(self.name), "confidence": round(self.confidence, 3), "because": self.because, "advice": self.advice}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scene:
+    """The tokens, the evidence that was measured on them, and their buckets."""
+
+    pairs: TokenPairs
+    signs: Evidence
+    buckets: Mapping[str, tuple[Bucket, ...]]
+
+
+Rule: TypeAlias = "Callable[[Scene], Cause | None]"
+
+
+def beyond(value: float, bound: float) -> float:
+    """0.5 at the bound, towards 1 beyond it."""
+    if bound <= 0 or not math.isfinite(value):
+        return 0.5
+    return float(min(0.99, max(0.5, 1 - 0.5 * bound / value)))

@@ -1,0 +1,267 @@
+"""Scenarios: what a trace exercised, counted for the report.
+
+A green report says little if no abort ever landed mid-decode; the table of these counts says which situations were met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollproof.core.records import FinishReason, Version
+from rollproof.core.trace import Abort, Admit, Call, Event, Fault, Observation, Pause, PauseMode, Reply, Result, Submit, Weights
+
+__all__ = ["SITUATIONS", "Scenarios"]
+
+_FAULTS = {
+    "lost-reply": "lost replies",
+    "late-reply": "late replies",
+    "broken-stream": "streams that may not have been read to their end",
+    "duplicate-reply": "duplicate replies",
+    "reject": "rejected calls",
+    "death": "server deaths",
+    "revive": "server revivals",
+    "update-hung": "weight updates that hung",
+}
+SITUATIONS = frozenset(
+    (
+        "requests", "requests in parallel with others", "requests aborted twice or more", "requests dropped", "requests that hung",
+        "requests that ended with an error", "multi-turn rollouts", "rollouts across two or more updates",
+        "engine calls", "calls across a weight version", "calls frozen by a pause", "calls lost with their server",
+        "calls while replicas were out of step", "preemptions", "prefills anew after a pause", "prefix-cache hits",
+        "tokens sampled", "route rows", "zero-token segments", "resumes", "resumes across a weight version",
+        "aborts before the first token", "aborts while queued", "aborts on the last token", "aborts mid-decode",
+        "aborts of nothing in flight", "ends of sequence on the last token", "ends of sequence before the budget", "budgets exhausted",
+        "natural ends", "labels published without weights", "weight updates while idle", "weight updates while calls ran",
+        "weight updates between calls", "weight updates without a label", "identity updates", "failed weight updates",
+        "broken weight transfers", *_FAULTS.values(), *(f"pauses, mode {mode}" for mode in PauseMode),
+    )
+)  # fmt: skip
+"""Names of what is counted."""
+_FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has not ended: its calls, and the versions that sampled a token of it, in order."""
+
+    calls: list[int] = field(default_factory=list)
+    versions: list[Version] = field(default_factory=list)
+    aborted: bool = False
+    aborts: int = 0
+    turns: int = 0
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A call that was not answered. ``frozen``: a pause froze it, so that its next admission is no preemption's."""
+
+    request: str
+    server: str
+    max_tokens: int | None
+    admits: int = 0
+    frozen: bool = False
+
+
+@dataclass(slots=True)
+class _Server:
+    """What is known of a server: its weights (``None``: never told), and how many admitted calls it has."""
+
+    version: Version = None
+    busy: int = 0
+
+
+class Scenarios:
+    """Counts the situations of one trace. Memory holds the open requests and calls."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._open: dict[str, _Open] = {}
+        self._sent: dict[int, _Sent] = {}
+        self._lost: dict[int, _Sent] = {}
+        self._servers: dict[str, _Server] = {}
+        self._out_of_step = False
+        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+            Submit: self._submit,
+            Call: self._call,
+            Admit: self._admit,
+            Reply: self._reply,
+            Abort: self._abort,
+            Pause: self._pause,
+            Weights: self._weights,
+            Observation: self._observation,
+            Fault: self._fault,
+            Result: self._result,
+        }
+
+    def event(self, event: Event) -> None:
+        """Take one event."""
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How often each situation occurred, by name, sorted by name; what never occurred is left out."""
+        return {name: count for name, count in sorted(self._counts.items()) if count}
+
+    def _add(self, name: str, times: int = 1) -> None:
+        self._counts[name] = self._counts.get(name, 0) + times
+
+    def _server(self, name: str) -> _Server:
+        server = self._servers.get(name)
+        if server is None:
+            server = self._servers[name] = _Server()
+        return server
+
+    def _submit(self, event: Submit) -> None:
+        self._add("requests")
+        if self._open:
+            self._add("requests in parallel with others")
+        self._open[event.request.request_id] = _Open()
+
+    def _call(self, event: Call) -> None:
+        self._add("engine calls")
+        self._sent[event.call_id] = _Sent(event.request_id, event.server_id, event.max_tokens)
+        self._server(event.server_id)
+        request = self._open.get(event.request_id)
+        if request is None:
+            return
+        request.calls.append(event.call_id)
+        if request.aborted:
+            self._add("resumes")
+            request.aborted = False
+
+    def _admit(self, event: Admit) -> None:
+        call = self._sent.get(event.call_id)
+        if call is None:
+            return
+        call.admits += 1
+        if call.admits == 1:
+            self._servers[call.server].busy += 1
+            if self._out_of_step:
+                self._add("calls while replicas were out of step")
+        else:
+            self._add("prefills anew after a pause" if call.frozen else "preemptions")
+        call.frozen = False
+
+    def _reply(self, event: Reply) -> None:
+        call = self._sent.pop(event.call_id, None)
+        if call is not None and call.admits:
+            self._servers[call.server].busy -= 1
+        if call is None and event.call_id in self._lost:  # it was answered in the very moment in which its server died
+            call = self._lost.pop(event.call_id)
+            self._add("calls lost with their server", -1)
+        if call is None:
+            return
+        output = event.output
+        tokens = len(output.token_ids)
+        self._add("tokens sampled", tokens)
+        if not tokens:
+            self._add("zero-token segments")
+        if output.cached_tokens:
+            self._add("prefix-cache hits")
+        if output.routes is not None:
+            self._add("route rows", len(output.routes))
+        self._add(_ending(call, output.finish_reason, tokens))
+        request = self._open.get(call.request)
+        if request is not None and event.delivered and not event.duplicate:
+            self._consume(request, event)
+
+    def _consume(self, request: _Open, reply: Reply) -> None:
+        request.aborted = reply.output.finish_reason is FinishReason.ABORT
+        request.aborts += request.aborted
+        before, sampled = len(request.versions), 0
+        for span in reply.true_tokens if reply.true_tokens is not None else reply.output.spans:
+            if span.end > span.start and span.version is not None:
+                sampled += 1
+                if span.version not in request.versions:
+                    request.versions.append(span.version)
+        if sampled > 1:
+            self._add("calls across a weight version")
+        if before and sampled and request.versions[before:]:
+            self._add("resumes across a weight version")
+
+    def _abort(self, event: Abort) -> None:
+        if not event.call_ids:
+            self._add("aborts of nothing in flight")
+
+    def _pause(self, event: Pause) -> None:
+        self._add(f"pauses, mode {event.mode}")
+        if event.mode in _FREEZING:
+            for call_id in event.progress or ():
+                call = self._sent.get(call_id)
+                if call is not None and call.admits:
+                    call.frozen = True
+                    self._add("calls frozen by a pause")
+
+    def _weights(self, event: Weights) -> None:
+        server = self._server(event.server_id)
+        if not event.loaded:
+            self._add("labels published without weights")
+            return
+        if server.version is not None or self._open:
+            self._update(event, server)
+        server.version = event.version
+        self._out_of_step = len({one.version for one in self._servers.values()}) > 1
+
+    def _update(self, event: Weights, server: _Server) -> None:
+        if not self._open:
+            self._add("weight updates while idle")
+        else:
+            self._add("weight updates while calls ran" if server.busy else "weight updates between calls")
+        if event.identity:
+            self._add("identity updates")
+        if event.label is None:
+            self._add("weight updates without a label")
+
+    def _observation(self, event: Observation) -> None:
+        request = self._open.get(event.request_id)
+        if request is not None:
+            request.turns += 1
+
+    def _fault(self, event: Fault) -> None:
+        if event.what == "update-failure":
+            self._add("failed weight updates" if event.server_id is None else "broken weight transfers")
+            return
+        self._add(_FAULTS.get(event.what, event.what))
+        if event.what == "death" and event.server_id is not None:
+            self._server(event.server_id).busy = 0
+            for call_id in [call_id for call_id, call in self._sent.items() if call.server == event.server_id]:
+                self._lost[call_id] = self._sent.pop(call_id)
+                self._add("calls lost with their server")
+
+    def _result(self, event: Result) -> None:
+        request = self._open.pop(event.request_id, None)
+        if request is None:
+            return
+        for call_id in request.calls:  # calls that were given up have no reply
+            self._lost.pop(call_id, None)
+            call = self._sent.pop(call_id, None)
+            if call is not None and call.admits:
+                self._servers[call.server].busy -= 1
+        if event.hung:
+            self._add("requests that hung")
+        elif event.error is not None:
+            self._add("requests that ended with an error")
+        elif event.rollout is None:
+            self._add("requests dropped")
+        if request.turns:
+            self._add("multi-turn rollouts")
+        if request.aborts > 1:
+            self._add("requests aborted twice or more")
+        if len(request.versions) > 2:
+            self._add("rollouts across two or more updates")
+
+
+def _ending(call: _Sent, reason: FinishReason, tokens: int) -> str:
+    """The name of how a call ended. A budget is the call's own grant."""
+    full = call.max_tokens is not None and tokens >= call.max_tokens
+    if reason is FinishReason.ABORT:
+        if not tokens:  # a recording knows no admissions, but a call that sampled was admitted
+            return "aborts before the first token" if call.admits else "aborts while queued"
+        return "aborts on the last token" if full else "aborts mid-decode"
+    if reason is FinishReason.STOP:
+        return "ends of sequence on the last token" if full else "ends of sequence before the budget"
+    return "budgets exhausted" if full else "natural ends"

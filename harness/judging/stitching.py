@@ -1,0 +1,343 @@
+"""The reference stitch: what a resumed rollout must be, as a fold over what the engines delivered.
+
+Written from the specification, not from any stack. A call says what the stack knows: it must send the prompt and
+everything that was delivered before. A delivered reply continues the sequence that its call sent; a call that sends
+less than is known restarts from there; tokens of the environment stand between turns. Rows follow the declared
+provenance, with the boundary-row rule: a reply's row at the position of its last token is never a capture (that token
+was not forwarded), so the row of a segment's last token comes from the next segment. A reply without tokens adds
+nothing, no rows either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.core.contract import Provenance
+from rollproof.core.records import FinishReason, IntArray, LogprobArray, Span, Version, spread
+from rollproof.judging.route_slices import RowPiece, cut_pieces, join_pieces, overlay
+
+if TYPE_CHECKING:
+    from rollproof.core.trace import Call, Observation, Reply
+    from rollproof.judging.request_view import Attempt
+
+__all__ = ["Run", "Step", "Stitched", "Stretch", "Token", "stitch"]
+
+_TURN_ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One response token and where it comes from.
+
+    ``attempt`` is the index of the attempt that sampled it, -1 for a token of the environment; ``shown`` the version
+    that the engine showed for it, ``true`` the version that really sampled it (``None``: unknown).
+    """
+
+    id: int
+    attempt: int
+    logprob: float
+    shown: Version
+    true: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Response tokens ``start`` (inclusive) to ``end`` (exclusive) of one attempt with the same versions, as in ``Token``."""
+
+    start: int
+    end: int
+    attempt: int
+    shown: Version
+    true: Version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Consecutive response tokens of one source: ``attempt`` and its ``reply``, or -1 and ``None`` for the environment.
+
+    ``ids`` are the first of the reply's tokens (all, unless a later call restarted before their end); the first one
+    stands at response index ``start``.
+    """
+
+    start: int
+    ids: tuple[int, ...]
+    attempt: int
+    reply: Reply | None
+
+    @property
+    def end(self) -> int:
+        """Response index behind the last token."""
+        return self.start + len(self.ids)
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The logprob that the engine returned with each token; NaN where it returned none."""
+        count = len(self.ids)
+        given = None if self.reply is None else self.reply.output.logprobs
+        out: list[float] = [] if given is None else given[:count].tolist()
+        return out + [np.nan] * (count - len(out))
+
+    def stretches(self) -> list[Stretch]:
+        """The tokens by version; none for an empty run, one for the environment."""
+        count = len(self.ids)
+        if not count or self.reply is None:
+            return [Stretch(self.start, self.end, -1, None, None)] if count else []
+        output, sampled = self.reply.output, self.reply.true_tokens
+        shown = _ends(output.spans, count) if output.spans else [(count, output.version)]
+        true = [(count, None)] if sampled is None else _ends(sampled, count)
+        if len(shown) == 1 and len(true) == 1:
+            return [Stretch(self.start, self.end, self.attempt, shown[0][1], true[0][1])]
+        out = []
+        i = j = at = 0
+        while at < count:
+            end = min(shown[i][0], true[j][0])
+            out.append(Stretch(self.start + at, self.start + end, self.attempt, shown[i][1], true[j][1]))
+            i += end == shown[i][0]
+            j += end == true[j][0]
+            at = end
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How one call continued the sequence known when it was made. Lengths count tokens of prompt + response.
+
+    The first ``agree`` of the ``sent`` tokens equal the ``known`` ones. ``spent`` counts the tokens sampled in the
+    current turn among those that the call goes on from; ``ended`` is whether the turn had ended naturally (``stop``), so
+    that only the environment could follow, and ``turn`` whether the call brought tokens of the environment itself.
+    """
+
+    attempt: int
+    sent: int
+    known: int
+    agree: int
+    spent: int
+    ended: bool = False
+    turn: bool = False
+
+    @property
+    def continues(self) -> bool:
+        """Whether the call sent exactly what was known."""
+        return self.agree == self.sent == self.known
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the call sent a part of what was known, from the start."""
+        return self.agree == self.sent < self.known
+
+    @property
+    def after_end(self) -> bool:
+        """Whether the call asked for more of a turn that had ended, with or without tokens of its own."""
+        return self.ended and self.agree in (self.sent, self.known)
+
+
+@dataclass(frozen=True, eq=False)
+class Stitched:
+    """What the rollout must be.
+
+    ``runs`` are the response's tokens by source, ``pieces`` the rows by absolute position (disjoint, ascending; what no
+    piece covers was never captured), ``steps`` say how each call continued. ``last`` is the attempt whose reply was taken
+    last, ``broken`` the one whose prompt did not continue the sequence: the fold stops there, and nothing after it can be
+    judged.
+    """
+
+    prompt_ids: tuple[int, ...]
+    runs: tuple[Run, ...]
+    finish_reason: FinishReason | None
+    pieces: tuple[RowPiece, ...]
+    broken: int | None = None
+    steps: tuple[Step, ...] = ()
+    last: int | None = None
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The response by source and version."""
+        return tuple(stretch for run in self.runs for stretch in run.stretches())
+
+    @cached_property
+    def tokens(self) -> tuple[Token, ...]:
+        """The response, token by token."""
+        ids, logprobs = self.response_ids, self.logprob_list
+        return tuple(Token(ids[i], s.attempt, logprobs[i], s.shown, s.true) for s in self.stretches for i in range(s.start, s.end))
+
+    @cached_property
+    def response_ids(self) -> tuple[int, ...]:
+        """The ids of the response."""
+        return tuple(chain.from_iterable(run.ids for run in self.runs))
+
+    @cached_property
+    def logprob_list(self) -> list[float]:
+        """The logprob of each response token; NaN where no engine gave one."""
+        return [value for run in self.runs for value in run.logprobs]
+
+    @cached_property
+    def logprobs(self) -> LogprobArray:
+        """``(response,)`` float64; NaN where no engine gave one."""
+        return np.array(self.logprob_list, dtype=np.float64)
+
+    @property
+    def rows(self) -> IntArray | None:
+        """``(n, layers, top_k)`` over absolute positions from 0, a copy; ``None`` where nothing was captured."""
+        return join_pieces(self.pieces)[0]
+
+    @property
+    def row_source(self) -> npt.NDArray[np.int64]:
+        """``(n,)``: the attempt that each row comes from; -1 where it was never captured."""
+        return join_pieces(self.pieces)[1]
+
+
+def stitch(
+    prompt_ids: tuple[int, ...],
+    attempts: Sequence[Attempt],
+    observations: Sequence[Observation],
+    provenance: Provenance,
+    *,
+    unrecorded_turns: bool = True,
+) -> Stitched:
+    """Fold the delivered replies of one request, in order of delivery, into the rollout that they make.
+
+    Where calls overlap in time, a reply that arrives after the reply of a later call is the outcome of a call that the
+    stack had given up, and counts for nothing. Where the trace holds no ``Observation`` of the request, the tokens that
+    a call adds after a natural end are taken for the environment's, unless ``unrecorded_turns`` says that there are none.
+    """
+    events: list[tuple[int, int, Any]] = [(item.index, 1, item) for item in observations]
+    for attempt in attempts:
+        events.append((attempt.call.index, 0, attempt))
+        reply = attempt.consumed
+        if reply is not None:
+            events.append((reply.index, 2, attempt))
+    events.sort(key=_moment)
+    fold = _Fold(prompt_ids, provenance, implicit_turns=unrecorded_turns and not observations)
+    for _, kind, item in events:
+        if kind == 0:
+            fold.call(item.number, item.call)
+        elif kind == 1:
+            fold.environment(item.token_ids)
+        elif not fold.reply(item.number, item.call, item.consumed):
+            break
+    return Stitched(
+        prompt_ids=prompt_ids,
+        runs=tuple(fold.runs),
+        finish_reason=fold.finish,
+        pieces=fold.pieces,
+        broken=fold.broken,
+        steps=tuple(fold.steps),
+        last=fold.last,
+    )
+
+
+def _moment(event: tuple[int, int, Any]) -> tuple[int, int]:
+    return event[0], event[1]
+
+
+class _Fold:
+    """The sequence as far as it is known, and how it came about."""
+
+    def __init__(self, prompt_ids: tuple[int, ...], provenance: Provenance, implicit_turns: bool) -> None:
+        self.known = prompt_ids
+        self.base = len(prompt_ids)
+        self.runs: list[Run] = []
+        self.pieces: tuple[RowPiece, ...] = ()
+        self.steps: list[Step] = []
+        self.finish: FinishReason | None = None
+        self.last: int | None = None
+        self.broken: int | None = None
+        self._provenance = provenance
+        self._implicit = implicit_turns
+        self._ended = False
+        self._turn_start = self.base
+
+    def call(self, number: int, call: Call) -> None:
+        """Compare what the call sends with what is known."""
+        sent, known = call.prompt_ids, len(self.known)
+        agree = _common(sent, self.known)
+        turn = self._implicit and agree == known < len(sent) and self.finish in _TURN_ENDS
+        ended = self._ended and not turn
+        if turn:
+            self.environment(sent[known:])
+            known = agree = len(sent)
+        good = agree if agree == len(sent) else known
+        self.steps.append(Step(number, len(sent), known, agree, max(0, good - self._turn_start), ended, turn))
+
+    def environment(self, token_ids: tuple[int, ...]) -> None:
+        """The environment appends tokens; they begin a turn."""
+        self.runs.append(Run(len(self.known) - self.base, token_ids, -1, None))
+        self.known += token_ids
+        self._turn_start = len(self.known)
+        self._ended = False
+
+    def reply(self, number: int, call: Call, reply: Reply) -> bool:
+        """A reply arrives; false where its call did not continue the sequence, so that nothing more can be judged."""
+        if self.last is not None and number < self.last:
+            return True
+        sent, output = call.prompt_ids, reply.output
+        if len(sent) < self.base or sent != self.known[: len(sent)]:
+            self.broken = number
+            return False
+        if len(sent) < len(self.known):
+            self._cut(len(sent))
+        self.runs.append(Run(len(sent) - self.base, output.token_ids, number, reply))
+        self.known = sent + output.token_ids
+        self.pieces = _add_rows(self.pieces, number, reply, len(sent), self._provenance)
+        self.finish, self.last = output.finish_reason, number
+        full = call.max_tokens is not None and len(output.token_ids) >= call.max_tokens
+        # "completed" with the grant used up may be the end of a portion: some stacks grant their budget piece by piece
+        self._ended = self.finish is FinishReason.STOP or (self.finish is FinishReason.COMPLETED and not full)
+        return True
+
+    def _cut(self, length: int) -> None:
+        """Forget everything behind the first ``length`` tokens: the stack started again from there."""
+        # the row before the first discarded token predicted it, so this call computes it anew; one that starts over keeps none
+        self.pieces = cut_pieces(self.pieces, length - 1 if length > self.base else 0)
+        self.runs = _cut_runs(self.runs, length - self.base)
+        turns = [run.end for run in self.runs if run.attempt < 0]
+        self._turn_start = self.base + (turns[-1] if turns else 0)
+
+
+def _common(sent: tuple[int, ...], known: tuple[int, ...]) -> int:
+    """Length of the common prefix; compares at the speed of C, and looks token by token only where they differ."""
+    size = min(len(sent), len(known))
+    a, b = sent[:size], known[:size]
+    if a == b:
+        return size
+    low, high = 0, size
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _ends(spans: Sequence[Span], count: int) -> list[tuple[int, Version]]:
+    """The versions of ``count`` tokens as ``(end, version)``, ends ascending up to ``count``."""
+    if len(spans) == 1 and spans[0].start <= 0 and spans[0].end >= count:
+        return [(count, spans[0].version)]
+    versions = spread(spans, count)
+    return [(i, versions[i - 1]) for i in range(1, count + 1) if i == count or versions[i] != versions[i - 1]]
+
+
+def _cut_runs(runs: list[Run], stop: int) -> list[Run]:
+    """The tokens below response index ``stop``."""
+    return [
+        run if run.end <= stop else Run(run.start, run.ids[: stop - run.start], run.attempt, run.reply) for run in runs if run.start < stop
+    ]
+
+
+def _add_rows(pieces: tuple[RowPiece, ...], number: int, reply: Reply, sent: int, provenance: Provenance) -> tuple[RowPiece, ...]:
+    """Rows after this reply: as sampled, what is captured stays; latest prefill, the new capture replaces it."""
+    new, start = reply.output.routes, reply.output.routes_start
+    if new is None or not reply.output.token_ids or (pieces and new.shape[1:] != pieces[0].rows.shape[1:]):
+        return pieces
+    end = min(start + len(new), sent + len(reply.output.token_ids) - 1)
+    if start < 0 or end <= start:
+        return pieces
+    return overlay(pieces, RowPiece(start, number, new[: end - start]), keep=provenance is Provenance.AS_SAMPLED)

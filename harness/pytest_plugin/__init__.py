@@ -1,0 +1,3 @@
+"""Pytest plugin: the items, decorators and hooks behind the entry point ``rollproof.plugin``."""
+
+from __future__ import annotations

@@ -1,0 +1,188 @@
+"""Suites: what users write to have a subject judged in pytest, a decorated function or a subclass; ``items`` runs them.
+
+The same checks without pytest: ``run_conformance``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from rollproof.core.subjects import SubjectFactory
+from rollproof.errors import UsageError
+from rollproof.judging.checks import CheckResult, default_registry
+from rollproof.plugin import PROFILES
+from rollproof.pytest_plugin.suite_spec import Suite
+from rollproof.verification.argument_checks import as_expected, as_names, as_seed
+from rollproof.verification.subject_kinds import ROLLOUTS, TOPICS, topic_of
+
+__all__ = [
+    "BatchConformance",
+    "EngineConformance",
+    "ReplayConformance",
+    "ReplayLayoutConformance",
+    "RolloutConformance",
+    "conformance",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def conformance(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    profile: str | None = None,
+    seed: int | None = None,
+    only: Iterable[str] = (),
+    flavours: Iterable[str] | None = None,
+    expected: Mapping[str, str] | None = None,
+    about: str | None = None,
+) -> Callable[[_F], _F]:
+    """Decorate a test function that takes ``check``: it becomes one pytest item per check.
+
+    ``factory`` makes a fresh subject: a class, or a function without arguments (of a ``BatchSubject``: its class). The
+    subject is run once per session; each item fails, is skipped or goes on by the verdict of its check. The body runs after
+    that, with the ``CheckResult`` as ``check``, and may be a docstring alone; other fixtures may be asked for as usual::
+
+        @rollproof.conformance(MyStack)
+        def test_rollouts(check):
+            "Rollouts keep every promise of the contract."
+
+    ``profile``, ``seed`` and ``only`` win over the session's options; ``expected`` maps ids of checks that are known to fail
+    to the reason. ``about`` names the kind of subject where its class does not tell it: ``rollouts``, ``batches``, ``replay``,
+    ``layouts``. Raises ``UsageError`` for a profile, check or kind that does not exist and for an async function.
+    """
+    if about is not None and about not in (ROLLOUTS, *TOPICS):
+        raise UsageError(f"No kind of subject is named {about!r}; choose one of {[ROLLOUTS, *TOPICS]}.")
+    suite = Suite(
+        factory=factory,
+        name=name,
+        profile=profile,
+        seed=seed,
+        only=_checked(as_names(only, "only")),
+        flavours=None if flavours is None else as_names(flavours, "flavours"),
+        expected=as_expected(expected, default_registry()),
+        about=topic_of(factory) if about is None else about,
+        module=str(getattr(factory, "__module__", "")),
+    )
+    check_profile(profile)
+    as_seed(seed)
+    if not callable(factory):
+        raise UsageError(f"conformance() takes a factory, such as the subject's class, not {factory!r}: each case starts from a fresh one.")
+
+    def mark(function: _F) -> _F:
+        if inspect.iscoroutinefunction(function):
+            raise UsageError(
+                f"{function.__name__} must be a plain function: the subject, which may be async, runs on rollproof's own loop."
+            )
+        if "check" not in inspect.signature(function).parameters:
+            raise UsageError(f"{function.__name__} must take a parameter named `check`: it becomes one item per check.")
+        function._rollproof_suite = replace(suite, asked_by=f"{function.__module__}.{function.__qualname__}")  # type: ignore[attr-defined]  # read by the plugin
+        return function
+
+    return mark
+
+
+def check_profile(profile: str | None) -> None:
+    if profile is not None and profile not in PROFILES:
+        raise UsageError(f"No profile is named {profile!r}; choose one of {list(PROFILES)}.")
+
+
+def _checked(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of checks (and families), unless one does not exist."""
+    if names:
+        registry = default_registry()
+        for name in names:
+            _ = registry.select([name])
+    return names
+
+
+class Conformance:
+    """What the bases of test classes share. Their attributes mean what the arguments of ``conformance`` mean."""
+
+    subject: ClassVar[Any] = None
+    profile: ClassVar[str | None] = None
+    seed: ClassVar[int | None] = None
+    only: ClassVar[tuple[str, ...]] = ()
+    flavours: ClassVar[tuple[str, ...] | None] = None
+    expected: ClassVar[Mapping[str, str] | None] = None
+    _about: ClassVar[str] = ROLLOUTS
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_profile(cls.profile)
+        as_seed(cls.seed)
+        _checked(as_names(cls.only, "only"))
+        as_names(cls.flavours or (), "flavours")
+        as_expected(cls.expected, default_registry())
+        if "subject" in cls.__dict__ and not cls.__name__.startswith("Test"):
+            warnings.warn(
+                f"pytest does not collect {cls.__name__} unless `python_classes` matches it: name it Test{cls.__name__},"
+                " or nothing is tested.",
+                stacklevel=2,
+            )
+
+    def test_check(self, check: CheckResult) -> None:
+        """The subject keeps the promise of ``check``."""
+
+    test_check._rollproof_suite = Suite()  # type: ignore[attr-defined]  # read by the plugin; filled in from the class
+
+
+class RolloutConformance(Conformance):
+    """Base of a test class for a stack's rollout code.
+
+    Set ``subject`` to a factory, or make it a method that returns a fresh subject::
+
+        class TestMyStack(rollproof.RolloutConformance):
+            subject = MyStack
+
+    ``profile``, ``seed``, ``only``, ``flavours`` and ``expected`` may be set too; they mean what they mean in
+    ``conformance``. The subclass must have a name that pytest collects (``Test...`` unless ``python_classes`` says otherwise).
+    """
+
+
+class BatchConformance(Conformance):
+    """As ``RolloutConformance``, for a ``BatchSubject``: a stack's conversion of finished samples into training batches."""
+
+    _about: ClassVar[str] = "batches"
+
+
+class ReplayConformance(Conformance):
+    """As ``RolloutConformance``, for a ``ReplaySubject``: a trainer with routing replay."""
+
+    _about: ClassVar[str] = "replay"
+
+
+class ReplayLayoutConformance(Conformance):
+    """As ``RolloutConformance``, for a ``LayoutSubject``: the functions that lay recorded routes out over a trainer's ranks."""
+
+    _about: ClassVar[str] = "layouts"
+
+
+class EngineConformance(Conformance):
+    """As ``RolloutConformance``, for a rollout engine, real or fake, which is started once per session.
+
+    ::
+
+        class TestVllm(rollproof.EngineConformance):
+            engine = "vllm"
+
+    ``engine`` is a name that ``rollproof verify --engine`` knows, ``model`` the folder of a MoE checkpoint (default: a tiny random one).
+    An engine of your own is a ``subject``: a function that returns a ``rollproof.verification.engines.EngineTarget``.
+    """
+
+    _about: ClassVar[str] = "engines"
+    engine: ClassVar[str | None] = None
+    model: ClassVar[str | Path | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if cls.engine is not None and "subject" not in cls.__dict__:
+            from rollproof.verification.engine_choice import EngineChoice
+
+            type.__setattr__(cls, "subject", EngineChoice(engine=cls.engine, model=cls.model))
+        super().__init_subclass__(**kwargs)

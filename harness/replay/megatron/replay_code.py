@@ -1,0 +1,140 @@
+"""Codes: the replay code that a trainer uses, as one rank drives it around Megatron's schedule; here megatron-core's own.
+
+Other people's are in modules of their own (``verl``, ``skyrl``), imported where a setup names them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from rollproof.core.events.replay import Action
+from rollproof.core.records import IntArray
+from rollproof.core.replay_contract import Recompute
+from rollproof.errors import RouterError
+from rollproof.replay.megatron.megatron_setups import ReplayCodeName, Setup
+
+if TYPE_CHECKING:
+    from rollproof.replay.megatron.rank_worker import Run
+
+__all__ = ["CoreReplay", "ReplayCode", "replay_code"]
+
+
+class ReplayCode(Protocol):
+    """What drives routing replay in one process.
+
+    ``settings`` switch it on in a ``TransformerConfig``: ``start`` is called before one is made with them, ``check`` with it before
+    its model is built. In a step, ``before`` and ``after`` are called around the forward pass of each microbatch and chunk, ``end`` when
+    the step is over, with ``done=False`` where it failed. ``left`` counts what is left of replay in this process.
+    """
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+    def start(self) -> None: ...
+    def check(self, config: Any) -> None: ...
+    def before(self, run: Run, number: int, chunk: int) -> None: ...
+    def after(self, run: Run, number: int, chunk: int) -> None: ...
+    def end(self, run: Run, *, done: bool) -> None: ...
+    def left(self) -> dict[str, int]: ...
+
+
+def replay_code(setup: Setup) -> ReplayCode:
+    """The code that a setup names."""
+    module, name = {
+        ReplayCodeName.CORE: ("rollproof.replay.megatron.replay_code", "CoreReplay"),
+        ReplayCodeName.VERL: ("rollproof.stacks.verl.megatron_replay", "VerlReplay"),
+        ReplayCodeName.SKYRL: ("rollproof.stacks.skyrl.megatron_replay", "SkyRLReplay"),
+    }[setup.code]
+    made: ReplayCode = getattr(importlib.import_module(module), name)()
+    return made
+
+
+class CoreReplay:
+    """megatron-core's ``RouterReplay``, driven as docs/replay-megatron.md says.
+
+    Before a microbatch's forward pass every router of the chunk gets its target and the action REPLAY_FORWARD; behind it, where activations
+    are recomputed, REPLAY_BACKWARD. When the step ends, however it ends, targets, queues and actions are cleared.
+    """
+
+    settings: Mapping[str, Any] = {"moe_enable_routing_replay": True}
+
+    def start(self) -> None:
+        """Nothing to do: the code is megatron-core's."""
+
+    def check(self, config: Any) -> None:
+        """Refuse routers whose choice is not, or not only, made where ``RouterReplay`` acts. Raises ``RouterError``."""
+        reasons = {
+            "moe_router_load_balancing_type='sinkhorn' selects by itself and never asks RouterReplay": (
+                config.moe_router_load_balancing_type == "sinkhorn"
+            ),
+            "moe_expert_capacity_factor drops tokens behind the selection": config.moe_expert_capacity_factor is not None,
+            "moe_router_fusion selects in a fused kernel that never asks RouterReplay": config.moe_router_fusion,
+        }
+        for reason, given in reasons.items():
+            if given:
+                raise RouterError(f"Routes cannot be replayed by this router: {reason}. Change that setting, or switch replay off.")
+
+    def before(self, run: Run, number: int, chunk: int) -> None:
+        """Install targets, or record."""
+        import torch
+
+        if run.step.action is Action.REPLAY:
+            targets = self._targets(run, number, chunk)
+            for layer, router in run.chunks.routers[chunk].items():
+                router.router_replay.set_target_indices(torch.from_numpy(targets[layer]))
+                run.spy.installed(layer, microbatch=number)
+            _act(run, "REPLAY_FORWARD", chunk)
+        elif run.step.action is Action.RECORD:
+            _act(run, "RECORD", chunk)
+
+    def after(self, run: Run, number: int, chunk: int) -> None:
+        """Keep what was recorded; switch to the queue of the backward pass."""
+        if run.step.action is Action.RECORD:
+            run.answer.recorded[number, chunk] = {
+                layer: router.router_replay.get_recorded_indices().cpu().numpy().copy()
+                for layer, router in run.chunks.routers[chunk].items()
+            }
+        elif run.step.action is Action.REPLAY and run.step.backward and run.step.recompute is not Recompute.NONE:
+            _act(run, "REPLAY_BACKWARD", chunk)
+
+    def end(self, run: Run, *, done: bool) -> None:
+        """Clear everything. The schedule without recompute never empties the queues."""
+        from megatron.core.transformer.moe.router_replay import RouterReplay
+
+        RouterReplay.clear_global_indices()
+        RouterReplay.clear_global_router_replay_action()
+
+    def left(self) -> dict[str, int]:
+        """Targets, recordings, queued targets and actions of all routers of the process."""
+        from megatron.core.transformer.moe.router_replay import RouterReplay
+
+        return count_left(RouterReplay.global_router_replay_instances)
+
+    def _targets(self, run: Run, number: int, chunk: int) -> Mapping[int, IntArray]:
+        """``{layer: (rows, top_k)}`` for the routers of a chunk: every row gets a target, padding and final tokens a filler."""
+        if run.in_place is not None:
+            return run.in_place[number, chunk]
+        batch = run.batches[number]
+        empty = np.zeros((0, batch.layout.columns, run.setup.top_k), dtype=np.int64)
+        payloads = [empty if one is None or one.routes is None else one.routes for one in batch.samples]
+        return batch.layout.targets(payloads, run.rank, chunk, lengths=batch.lengths)
+
+
+def count_left(places: Any) -> dict[str, int]:
+    """What is left in instances of a ``RouterReplay`` class, of megatron-core or of a copy of it."""
+    return {
+        "targets": sum(place.target_topk_idx is not None for place in places),
+        "recordings": sum(place.recorded_topk_idx is not None for place in places),
+        "queued targets": sum(len(place.replay_backward_list) for place in places),
+        "actions": sum(place.router_replay_action is not None for place in places),
+    }
+
+
+def _act(run: Run, action: str, chunk: int) -> None:
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    for router in run.chunks.routers[chunk].values():
+        router.router_replay.set_router_replay_action(RouterReplayAction[action])

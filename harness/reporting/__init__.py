@@ -1,0 +1,3 @@
+"""Reporting: reports as text for people."""
+
+from __future__ import annotations

@@ -1,0 +1,338 @@
+"""Virtual clock: an asyncio event loop on which time passes only when nothing else can happen.
+
+Sleeping is free, one seed gives one trace byte for byte, and a hang is seen at once: when no callback is ready and no
+timer is set, nothing will ever happen again. Threads and sockets would bring real time back in, so they are refused
+with advice; work handed to an executor runs inline.
+
+Why our own: looptime 0.9 gives identical traces too, at a thirtieth of the speed (it spins idle rounds before each jump),
+and lets executors run on real threads; ``benchmarks/clock.py`` shows both side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import threading
+from asyncio import base_events
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from heapq import heappop
+from typing import Any, TypeVar
+
+from rollproof.errors import SubjectError
+from rollproof.simulation.memory_network import Network
+from rollproof.simulation.watchdog import GivenUp, Watchdog
+
+__all__ = ["DEADLOCK", "Stalled", "Stuck", "VirtualLoop", "describe_wait", "guarded", "run"]
+
+_T = TypeVar("_T")
+_SPIN_LIMIT = 20_000
+DEADLOCK = "nothing is scheduled any more"
+"""Why a loop stalled that was left with nothing to do: seen at once, where other hangs are seen when much time has passed."""
+
+
+class Stalled(RuntimeError):
+    """Nothing can happen any more: no callback is ready and no timer is set, or callbacks spin without time passing."""
+
+
+class Stuck(Stalled):
+    """A step of the loop never ended, and was given up after much real time."""
+
+
+class VirtualLoop(base_events.BaseEventLoop):
+    """An event loop whose ``time()`` starts at 0.0 and jumps from timer to timer.
+
+    ``ending`` is set while tasks that are left over are cancelled. ``turns`` counts the rounds of callbacks, for ``watchdog``, who
+    ends one that takes far too long in real time. ``network`` is there where servers listen in memory: then clients
+    connect to those, and to nothing else.
+    """
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _stopping: bool
+
+    def __init__(self, jumps: int | None = None) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._spins = 0
+        self._jumps_left = math.inf if jumps is None else jumps
+        self._clock_resolution = 1e-9
+        self.ending: bool = False
+        self.turns: int = 0
+        self.watchdog: Watchdog | None = None
+        self.network: Network | None = None
+
+    def bound(self, jumps: int) -> None:
+        """Let time pass so many times more, and then no further."""
+        self._jumps_left = jumps
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is scheduled: no callback is ready, and no timer is set."""
+        return not any(not handle.cancelled() for handle in (*self._ready, *self._scheduled))
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def pass_time(self, timeout: float | None) -> None:
+        """Jump ahead. Raises ``Stalled`` when nothing is left to wait for, or when time never passes."""
+        if timeout is None:
+            raise Stalled(DEADLOCK)
+        if timeout <= 0:
+            self._spins += 1
+            if self._spins > _SPIN_LIMIT:
+                raise Stalled(f"{_SPIN_LIMIT} rounds of callbacks passed without any time passing (a busy loop)")
+            return
+        self._spins = 0
+        self._now += timeout
+        self._jumps_left -= 1
+        if self._jumps_left < 0:
+            raise Stalled(f"timers went on firing without an end, up to virtual second {self._now:g} (something is retried for ever)")
+
+    def call_soon(  # type: ignore[override]  # as for call_soon_threadsafe
+        self, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        """Run ``callback`` in the next round. Leaner than the supertype's: a small case is mostly rounds of the loop."""
+        if self.is_closed() or self.get_debug():
+            return super().call_soon(callback, *args, context=context)
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def _run_once(self) -> None:
+        """One round: let time pass where nothing is ready, then run what is. The supertype's, without sockets and debugging."""
+        ready, scheduled = self._ready, self._scheduled
+        self.turns += 1
+        if self.watchdog is not None and self.watchdog.told is not None and not self.ending:
+            raise Stuck(self.watchdog.told)
+        while scheduled and scheduled[0]._cancelled:
+            heappop(scheduled)
+        if ready or self._stopping:
+            self.pass_time(0.0)
+        else:
+            self.pass_time(max(0.0, scheduled[0].when() - self._now) if scheduled else None)
+        if scheduled:
+            end = self._now + self._clock_resolution
+            while scheduled and scheduled[0].when() < end:
+                ready.append(heappop(scheduled))
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        """Run ``func`` inline: a worker thread would make the order of events depend on real time."""
+        future: asyncio.Future[Any] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001 - what a worker would hand back through its future
+            future.set_exception(error)
+        return future
+
+    def call_soon_threadsafe(  # type: ignore[override]  # the supertype's type variable would say no more
+        self, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        """As ``call_soon``. Raises ``SubjectError`` from another thread."""
+        owner: int | None = self._thread_id  # type: ignore[attr-defined]  # set by BaseEventLoop while it runs
+        if owner is not None and threading.get_ident() != owner:
+            raise SubjectError(_THREAD_ADVICE)
+        return self.call_soon(callback, *args, context=context)
+
+    def add_signal_handler(  # type: ignore[override]  # as for call_soon
+        self, sig: int, callback: Callable[..., Any], *args: Any
+    ) -> None:
+        """Raises ``SubjectError``: a signal comes in real time."""
+        raise SubjectError(_SIGNAL_ADVICE)
+
+    async def create_connection(
+        self, protocol_factory: Callable[[], Any], host: Any = None, port: Any = None, *, sock: Any = None, **_options: Any
+    ) -> tuple[Any, Any]:
+        """Connect to a server in memory. Raises ``SubjectError`` where there is no network, as for every other use of sockets."""
+        return self._network("create_connection").connect(protocol_factory, host, port, sock)
+
+    async def sock_connect(self, sock: socket.socket, address: Any) -> None:
+        """As ``create_connection``, of which this is the first half."""
+        self._network("sock_connect").reserve(sock, address)
+
+    async def getaddrinfo(self, host: Any, port: Any, **_options: Any) -> list[tuple[Any, ...]]:
+        """As ``create_connection``."""
+        return self._network("getaddrinfo").resolve(host, port)
+
+    def _network(self, what: str) -> Network:
+        if self.network is None:
+            raise SubjectError(_LOOP_ADVICE.format(what=what))
+        return self.network
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """There are no sockets, so there are no events."""
+
+    def _write_to_self(self) -> None:
+        """Nobody has to be woken up: this loop never blocks."""
+
+
+_THREAD_ADVICE = (
+    "The subject uses a thread. rollproof runs subjects on a virtual clock, where threads would bring real time back in and make "
+    "runs unrepeatable. Make the method async, hand the work to `loop.run_in_executor` (which runs inline here), or record a real "
+    "run with `rollproof.record(...)` and judge that."
+)
+_SOCKET_ADVICE = (
+    "The subject opened a socket ({what}). rollproof runs subjects on a virtual clock with in-process fakes, where nothing answers on "
+    "a socket in virtual time. Use the handles that `fleet` gives, or record a real run with `rollproof.record(...)` and judge that."
+)
+_LOOP_ADVICE = _SOCKET_ADVICE.replace("socket ({what})", "connection (loop.{what})")
+
+_SIGNAL_ADVICE = (
+    "The subject sets a signal handler on the event loop. rollproof runs subjects on a virtual clock, into which no signal can come. Leave "
+    "handlers to the program that starts the stack, or make them optional, so that a test can do without."
+)
+_STOP_ADVICE = (
+    "The subject stops the event loop. rollproof runs subjects on a virtual clock of its own, and judges what was going on only when that "
+    "has ended: leave the loop to the program that starts the stack."
+)
+_PROCESS_ADVICE = (
+    "The subject starts a process (loop.{what}). rollproof runs subjects on a virtual clock, which cannot wait for a process in real time. "
+    "Give the subject a stand-in for what the process does (the engines of `fleet` answer in this process), or record a real run with "
+    "`rollproof.record(...)` and judge that."
+)
+
+
+def _refusing(name: str, advice: str) -> Callable[..., Any]:
+    def refuse(_self: VirtualLoop, *_args: Any, **_kwargs: Any) -> Any:
+        raise SubjectError(advice.format(what=name))
+
+    refuse.__name__ = name
+    refuse.__doc__ = "Raises ``SubjectError``, with advice: there is no real time here to do it in."
+    return refuse
+
+
+_REFUSED: Mapping[str, tuple[str, ...]] = {
+    _PROCESS_ADVICE: ("subprocess_exec", "subprocess_shell"),
+    _LOOP_ADVICE: (
+        "add_reader", "add_writer", "connect_accepted_socket", "connect_read_pipe", "connect_write_pipe",
+        "create_datagram_endpoint", "create_server", "create_unix_connection", "create_unix_server", "getnameinfo",
+        "sendfile", "sock_accept", "sock_recv", "sock_recv_into", "sock_recvfrom", "sock_recvfrom_into", "sock_sendall",
+        "sock_sendfile", "sock_sendto", "start_tls",
+    ),
+}  # fmt: skip
+"""What an event loop does in real time: the base class has no answer to it but a bare ``NotImplementedError``."""
+for _advice, _names in _REFUSED.items():
+    for _name in _names:
+        setattr(VirtualLoop, _name, _refusing(_name, _advice))
+
+
+_INSIDE: Counter[int] = Counter()
+"""How often each thread is inside."""
+_PATCHED: list[tuple[type, str, Any]] = []
+"""What is replaced while any thread is inside: whose, by which name, and what stood there (``None``: a base class's)."""
+_PATCHING = threading.Lock()
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """While inside, starting a Python thread or connecting a socket raises ``SubjectError`` with advice; other threads do as they like."""
+    own = threading.get_ident()
+    with _PATCHING:
+        if not _INSIDE:
+            _guard(threading.Thread, "start", _THREAD_ADVICE)
+            for name in ("connect", "connect_ex", "bind"):
+                _guard(socket.socket, name, _SOCKET_ADVICE.format(what=f"socket.{name}"))
+        _INSIDE[own] += 1
+    try:
+        yield
+    finally:
+        with _PATCHING:
+            _INSIDE[own] -= 1
+            if not _INSIDE[own]:
+                del _INSIDE[own]
+            while _PATCHED and not _INSIDE:
+                owner, name, before = _PATCHED.pop()
+                if before is not None:
+                    setattr(owner, name, before)
+                elif name in vars(owner):
+                    delattr(owner, name)  # the C method of the base class shows through again
+
+
+def _guard(owner: type, name: str, advice: str) -> None:
+    """Let ``owner.name`` raise ``SubjectError`` in threads that are inside."""
+    real = getattr(owner, name)
+
+    def guard(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() in _INSIDE:
+            raise SubjectError(advice)
+        return real(self, *args, **kwargs)
+
+    _PATCHED.append((owner, name, vars(owner).get(name)))
+    setattr(owner, name, guard)
+
+
+def run(main: Callable[[], Coroutine[Any, Any, _T]], jumps: int | None = None, *, seconds: float = 0.0) -> _T:
+    """Run ``main()`` on a fresh virtual loop and return its result; tasks that are left over are cancelled.
+
+    ``jumps`` bounds how often time may pass (``None``: no bound), ``seconds`` how much processor time one step may take (0: no bound).
+    Raises ``Stalled`` where ``main`` itself can never end, ``Stuck`` where a step does not, and ``SubjectError`` where somebody stops
+    the loop before.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        raise SubjectError("rollproof brings its own event loop: call it from sync code, not from inside a running loop.")
+    loop = VirtualLoop(jumps)
+    task = loop.create_task(main())
+    early: str | None = None
+    with Watchdog(lambda: loop.turns, seconds, VirtualLoop._run_once.__code__) as loop.watchdog:
+        try:
+            asyncio.set_event_loop(loop)
+            with guarded():
+                result = loop.run_until_complete(task)
+        except GivenUp:
+            if loop.watchdog.told is None:  # whoever called this was given up
+                raise
+            raise Stuck(loop.watchdog.told) from None
+        except RuntimeError as error:
+            if isinstance(error, Stalled) or task.done():
+                raise
+            raise SubjectError(_STOP_ADVICE) from error
+        finally:
+            early = loop.watchdog.told
+            _cancel_all(loop)
+            if task.done() and not task.cancelled():
+                task.exception()  # known by now, also where the loop ended before
+            asyncio.set_event_loop(None)
+            loop.close()
+    if loop.watchdog.told is not None and early is None:  # of a task that was left over
+        raise Stuck(loop.watchdog.told)
+    return result
+
+
+def _cancel_all(loop: VirtualLoop) -> None:
+    loop.ending = True
+    left = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    for task in left:
+        task.cancel()
+    if left:
+        loop.bound(1_000)
+        loop.set_exception_handler(lambda _loop, _context: None)
+        try:
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        except (Stalled, GivenUp):
+            return  # a task that ignores its cancellation: the loop is closed over it
+
+
+def describe_wait(task: asyncio.Task[Any]) -> str:
+    """Where a task waits: the chain of functions down to the innermost await, e.g. ``generate (llm.py:120) > sleep``."""
+    names = []
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None) or getattr(awaited, "ag_frame", None)
+        if frame is None:
+            names.append(type(awaited).__name__)
+            break
+        code = frame.f_code
+        names.append(f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})")
+        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+    return " > ".join(names[-5:]) or "nothing"

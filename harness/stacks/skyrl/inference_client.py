@@ -1,0 +1,202 @@
+"""SkyRL's ``RemoteInferenceClient`` and its weight update, as a subject, on HTTP servers in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    MissingLogprobs,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Sampling,
+    Versions,
+)
+from rollproof.core.records import FinishReason, Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.trace import PauseMode
+from rollproof.fakes.engine.exceptions import EngineFailure
+from rollproof.simulation.mutation_guard import lend
+from rollproof.stacks._support.http_fleet import HttpFleet
+from rollproof.stacks._support.tokenizer import IdTokenizer
+from rollproof.stacks.skyrl.upstream import RouteForm, SkyRL
+
+if TYPE_CHECKING:
+    from rollproof.fakes.engine.fleet import Fleet
+
+__all__ = ["Answer", "ClientSubject", "SkyRLHost", "client_contract", "reason_of", "sampling_of"]
+
+_LABEL: ContextVar[int | None] = ContextVar("rollproof_skyrl_label", default=None)
+"""The label of the update that the running task does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What SkyRL handed over for a request."""
+
+    request: Request
+    output: Any
+
+
+class SkyRLHost:
+    """SkyRL's client before a fleet, and its procedure of weight updates."""
+
+    def __init__(self, fleet: Fleet, skyrl: SkyRL) -> None:
+        self.fleet = fleet
+        fleet.pause_mode = PauseMode.KEEP
+        fleet.clear_cache = False
+        self.http: HttpFleet = HttpFleet(fleet, nested_routes=skyrl.facts.routes is RouteForm.LISTS)
+        self.tokenizer: IdTokenizer = IdTokenizer(eos_token_id=fleet.policy.eos_id)
+        self.client: Any = skyrl.client(
+            proxy_url=self.http.router,
+            server_urls=list(self.http.urls.values()),
+            data_parallel_size=1,
+            model_name="policy",
+            enable_return_routed_experts=wants_routes(fleet),
+            tokenizer=self.tokenizer,
+        )
+        self._dispatch = _dispatch(skyrl.dispatch, self)
+
+    async def update_weights(self, version: int | None) -> None:
+        """``WorkerDispatch.save_weights_for_sampler``: pause in mode keep, broadcast, resume. Raises what it raises."""
+        _LABEL.set(version)
+        await self._dispatch.save_weights_for_sampler()
+
+    def broadcast(self, *_workers: Any, **_options: Any) -> None:
+        """The transfer, which blocks SkyRL's loop: every engine loads; raises what the first one raises, after all had their turn."""
+        errors: list[EngineFailure] = []
+        label = _LABEL.get()
+        true = self.fleet.weights_of(label)
+        for engine in self.fleet.servers.values():
+            try:
+                engine.load_now(true, label, identity=true == engine.version)
+            except EngineFailure as error:  # engines are processes of their own: one that fails does not stop the others
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    async def close(self) -> None:
+        """Close the client's session."""
+        await self.client.teardown()
+
+
+def wants_routes(fleet: Fleet) -> bool:
+    """Routes are on for all calls where any request wants them: SkyRL configures them, a caller does not."""
+    return any(request.want_routes for request in fleet.case.requests)
+
+
+def sampling_of(request: Request) -> dict[str, Any]:
+    """VLLM's sampling parameters for ``request``; the logprobs of the sampled tokens are asked for by 0."""
+    sampling: dict[str, Any] = dict(request.sampling)
+    if request.want_logprobs:
+        sampling["logprobs"] = 0
+    if request.budget is not None:
+        sampling["max_tokens"] = request.budget
+    return sampling
+
+
+def reason_of(stop_reason: str | None) -> FinishReason | None:
+    """``stop_reason`` is vLLM's word."""
+    known = {str(reason): reason for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)}
+    return None if stop_reason is None else known.get(stop_reason, FinishReason.ERROR)
+
+
+class ClientSubject:
+    """One request is one ``generate`` of the client."""
+
+    contract: Contract
+
+    def __init__(self, skyrl: SkyRL) -> None:
+        self._skyrl = skyrl
+
+    def start(self, fleet: Fleet) -> None:
+        """Put the client before the fleet's servers."""
+        self._host = SkyRLHost(fleet, self._skyrl)
+        self.contract = client_contract(fleet, self._skyrl)
+
+    async def rollout(self, request: Request) -> Answer:
+        """``generate`` of a batch of one; what the caller hands in is lent, so that a change to it is noticed."""
+        sampling = lend("sampling_params", sampling_of(request))
+        batch = {
+            "prompt_token_ids": [lend("prompt_token_ids", list(request.prompt_ids))],
+            "sampling_params": sampling,
+            "session_ids": [request.request_id],
+        }
+        return Answer(request=request, output=await self._host.client.generate(batch))
+
+    async def update_weights(self, version: int | None) -> None:
+        """SkyRL's own procedure."""
+        await self._host.update_weights(version)
+
+    def to_record(self, native: Answer) -> Rollout:
+        """An ``InferenceEngineOutput`` of one as a rollout."""
+        output = native.output
+        logprobs, routes = output["response_logprobs"], output["rollout_expert_indices"]
+        return Rollout(
+            request_id=native.request.request_id,
+            prompt_ids=native.request.prompt_ids,
+            response_ids=as_tokens(output["response_ids"][0]),
+            finish_reason=reason_of(output["stop_reasons"][0]),
+            logprobs=None if logprobs is None else as_logprobs(logprobs[0]),
+            routes=None if routes is None else as_routes(routes[0]),
+        )
+
+    async def stop(self) -> None:
+        """Close the session."""
+        await self._host.close()
+
+    def gauges(self) -> Mapping[str, float]:
+        """SkyRL counts nothing that would have to return."""
+        return {}
+
+
+def client_contract(fleet: Fleet, skyrl: SkyRL) -> Contract:
+    """What SkyRL's client promises.
+
+    It never resumes: a weight update freezes requests in the engine (mode keep, no cache cleared), and a request that is
+    aborted otherwise comes out with the word ``abort``. Samples carry no version. Routes are the engine's, and optional by configuration.
+    """
+    model = fleet.case.model
+    return Contract(
+        rows=Rows.FORWARDED,
+        resume=ResumeBy.ENGINE,
+        versions=Versions.NONE,
+        logprobs=fleet.flavour.logprobs,
+        abort_surfaces=True,
+        sampling=Sampling.FORWARDED,
+        kv_policy=KvPolicy.KEEP,
+        missing_logprobs=MissingLogprobs.NEVER,
+        layer_axis=LayerAxis.ALL,
+        **model.sizes,
+        filler=Filler.NONE,
+        dtype="int64" if skyrl.facts.routes is RouteForm.LISTS else "uint8|int16|int32",
+        provenance=Provenance.AS_SAMPLED,
+    )
+
+
+def _dispatch(base: Any, host: SkyRLHost) -> Any:
+    """A ``WorkerDispatch`` without workers: its ``save_weights_for_sampler`` is SkyRL's, the transfer below it is ours."""
+
+    class Dispatch(base):  # type: ignore[misc]  # the base is SkyRL's, known at run time only
+        def __init__(self) -> None:
+            lora = SimpleNamespace(rank=0)
+            policy = SimpleNamespace(model=SimpleNamespace(lora=lora), megatron_config=None)
+            engine = SimpleNamespace(offload_kv_for_weight_sync=False, weight_sync_backend="nccl")
+            self.cfg = SimpleNamespace(
+                trainer=SimpleNamespace(strategy="fsdp", policy=policy), generator=SimpleNamespace(inference_engine=engine)
+            )
+            self.colocate_all = False
+            self._actor_groups: dict[str, Any] = {}
+            self._inference_engine_client = host.client
+
+        def _broadcast_to_inference_engines(self, *workers: Any, **options: Any) -> None:
+            host.broadcast(*workers, **options)
+
+    return Dispatch()

@@ -1,0 +1,143 @@
+"""verl's resume client, ``FullyAsyncLLMServerClient``, with verl's own load balancer, as a subject."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollproof.core.contract import Contract
+from rollproof.core.records import Request, Rollout, as_logprobs, as_routes, as_tokens
+from rollproof.core.trace import PauseMode
+from rollproof.fakes.engine.fleet import CURRENT_REQUEST
+from rollproof.fakes.engine.ray_handles import RayHandle
+from rollproof.simulation.mutation_guard import lend
+from rollproof.stacks.verl.rollout_servers import Lengths, VerlServer, finish_reason_of, servers_of
+from rollproof.stacks.verl.upstream import Verl
+from rollproof.stacks.verl.verl_settings import client_contract, config_of, lengths_of
+
+if TYPE_CHECKING:
+    from rollproof.fakes.engine.fleet import Fleet
+
+__all__ = ["Answer", "ClientSubject", "VerlHost", "sampling_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What verl handed over for a request."""
+
+    request: Request
+    output: Any
+
+
+class VerlHost:
+    """verl's servers, load balancer and clients over a fleet: what every part of verl stands on.
+
+    ``response_of`` gives the configured response length for a request. There is one client per length: a client has one
+    configuration, the requests of a case may differ.
+    """
+
+    def __init__(self, fleet: Fleet, verl: Verl, response_of: Callable[[Request], int | None]) -> None:
+        self.fleet = fleet
+        self.verl = verl
+        self.response_of = response_of
+        self._responses = {request.request_id: response_of(request) for request in fleet.case.requests}
+        self.servers: dict[str, VerlServer] = servers_of(fleet, verl, self._lengths)
+        self.balancer: Any = verl.balancer({name: RayHandle(server) for name, server in self.servers.items()})
+        self._handle = RayHandle(self.balancer)
+        self._clients: dict[int | None, Any] = {}
+        self._configs: dict[int | None, Any] = {}
+        # since 0.9.1 the balancer draws among equals from the global generator: seeded here so that a case has one trace
+        random.seed(fleet.case.seed)
+
+    def config(self, request: Request) -> Any:
+        """The configuration for ``request``."""
+        response = self.response_of(request)
+        if response not in self._configs:
+            self._configs[response] = config_of(self.fleet.case, self.verl, lengths_of(self.fleet.case, response))
+        return self._configs[response]
+
+    def client(self, request: Request) -> Any:
+        """The client of verl for ``request``."""
+        response = self.response_of(request)
+        if response not in self._clients:
+            self._clients[response] = self.verl.client(config=self.config(request), load_balancer_handle=self._handle)
+        return self._clients[response]
+
+    async def sync(self, version: int | None) -> None:
+        """The order of verl's weight update: abort, load, and the step only where there is one."""
+        for server in self.servers.values():
+            server.note_steps()
+        await self.fleet.sync(version, mode=PauseMode.ABORT, clear_cache=True)
+
+    def gauges(self) -> dict[str, float]:
+        """Requests in flight, as the balancer counts them."""
+        return {"verl balancer/in flight": float(self.balancer.get_status()["total_inflight"])}
+
+    def _lengths(self) -> Lengths:
+        return lengths_of(self.fleet.case, self._responses.get(CURRENT_REQUEST.get() or ""))
+
+
+def sampling_of(request: Request) -> dict[str, Any]:
+    """The sampling parameters that a caller hands to verl for ``request``: its own, the wish for logprobs, its limit.
+
+    A caller that states a limit states the tighter one; verl reads the configured response length only where none is stated.
+    """
+    sampling: dict[str, Any] = {**request.sampling, "logprobs": request.want_logprobs}
+    if request.max_tokens is not None:
+        sampling["max_tokens"] = request.budget
+    return sampling
+
+
+class ClientSubject:
+    """One request is one ``generate`` of the client."""
+
+    contract: Contract
+
+    def __init__(self, verl: Verl) -> None:
+        self._verl = verl
+
+    def start(self, fleet: Fleet) -> None:
+        """Put verl's servers before the fleet's engines."""
+        fleet.pause_mode = PauseMode.ABORT
+        fleet.clear_cache = True
+        self._host = VerlHost(fleet, self._verl, lambda request: request.limit)
+        self.contract = client_contract(fleet)
+
+    async def rollout(self, request: Request) -> Answer:
+        """``generate``; what the caller hands in is lent, so that a change to it is noticed."""
+        output = await self._host.client(request).generate(
+            request_id=request.request_id,
+            prompt_ids=lend("prompt_ids", list(request.prompt_ids)),
+            sampling_params=lend("sampling_params", sampling_of(request)),
+            image_data=None if request.media is None else lend("image_data", [request.media]),
+        )
+        return Answer(request=request, output=output)
+
+    async def update_weights(self, version: int | None) -> None:
+        """As verl's checkpoint engine does it, without its worker groups (the checkpoint-manager part has them)."""
+        await self._host.sync(version)
+
+    def to_record(self, native: Answer) -> Rollout:
+        """A ``TokenOutput`` as a rollout. No logprobs asked for: verl's list is empty, and says nothing."""
+        output = native.output
+        tokens = as_tokens(output.token_ids)
+        silent = not native.request.want_logprobs and not output.log_probs
+        return Rollout(
+            request_id=native.request.request_id,
+            prompt_ids=native.request.prompt_ids,
+            response_ids=tokens,
+            finish_reason=finish_reason_of(output.stop_reason),
+            logprobs=None if silent else as_logprobs(output.log_probs),
+            routes=as_routes(output.routed_experts),
+            min_version=output.extra_fields.get("min_global_steps"),
+            max_version=output.extra_fields.get("max_global_steps"),
+        )
+
+    def stop(self) -> None:
+        """Nothing to free."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """As the host counts."""
+        return self._host.gauges()

@@ -1,0 +1,166 @@
+"""verl's replay controller for VeOmni (``verl/utils/veomni/router_replay.py``), on a model in plain PyTorch.
+
+VeOmni's own models call the controller in each router with its scores and its choice, and execute what it returns; so does this one.
+One process, a packed sequence of one sample to a microbatch, activations recomputed layer by layer where a step asks for it. The order of
+calls is that of ``VeOmniEngineWithLMHead`` (verl 0.9.1, workers/engine/veomni/transformer_impl.py).
+
+`python -m rollproof.stacks.verl.veomni FILE` judges it and keeps the verdicts in a file (``verdict_table``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollproof.core.contract import Contract
+from rollproof.core.events.replay import Action, Outcome, Step
+from rollproof.core.records import FloatArray, IntArray, Rollout
+from rollproof.core.replay_contract import Recompute
+from rollproof.core.router_spy import Spy, UnsupportedStep, direction, sketch
+from rollproof.core.trainer_contract import trainer_contract
+from rollproof.replay.megatron.megatron_setups import Setup
+from rollproof.replay.megatron.model_weights import gate_name
+from rollproof.replay.megatron.plain_model import Whole, reference_losses
+from rollproof.verification.replay import judge_replay
+from tools.verdict_table import judge_into, told_row
+
+__all__ = ["VeOmniTrainer"]
+
+_SETUP = Setup(name="veomni", microbatches=4, microbatch_size=1)
+
+
+class VeOmniTrainer:
+    """A ``ReplaySubject``: verl's controller between the routers' choice and the experts."""
+
+    def __init__(self) -> None:
+        from verl.utils.veomni.router_replay import VeOmniRouterReplay
+
+        self.contract: Contract = trainer_contract(
+            num_layers=_SETUP.num_layers,
+            moe_layers=_SETUP.moe_layers,
+            num_experts=_SETUP.num_experts,
+            top_k=_SETUP.top_k,
+            mode="R3",
+            free_rows="native",
+            vocab=_SETUP.vocab,
+            recompute=("none", "full"),
+            # A row that names an expert twice was never captured: routed natively, on purpose.
+            tolerates=("zero-rows",),
+            microbatches=_SETUP.microbatches,
+            microbatch_size=_SETUP.microbatch_size,
+            parallel="verl VeOmni controller, one process",
+        )
+        self._controller = VeOmniRouterReplay()
+        self._number = 0
+        self._nudges: list[tuple[int, FloatArray]] = []
+
+    def run(self, step: Step, spy: Spy) -> Outcome:
+        """One step: begin, arm for each microbatch, clear."""
+        model = _Hooked(_SETUP, self._number, self._nudges, self._controller, spy, step)
+        logprobs: dict[str, FloatArray] = {}
+        if step.action is Action.REPLAY:
+            self._controller.begin_replay()
+        try:
+            for number, samples in enumerate(step.microbatches):
+                spy.microbatch = number
+                for sample in samples:
+                    logprobs[sample.request_id] = self._microbatch(model, sample, step, spy)
+        finally:
+            self._controller.clear()
+        gradients = {name: one.grad.numpy() for name, one in model.weights.items() if one.grad is not None}
+        return Outcome(
+            step=step.name,
+            loss=-sum(float(one.sum()) for one in logprobs.values()),
+            logprobs=logprobs,
+            gradients={name: sketch(one) for name, one in gradients.items()},
+            gates={layer: sketch(gradients[name]) for layer in _SETUP.moe_layers if (name := gate_name(layer)) in gradients},
+        )
+
+    def reference(self, step: Step) -> Outcome:
+        """The same model with the routes as its argument."""
+        if step.action is not Action.REPLAY or not step.backward or self._number < 0:
+            raise UnsupportedStep("the reference trains on the routes that it is given")
+        logprobs, gradients = reference_losses(_SETUP, step.samples, self._number, self._nudges)
+        return Outcome(
+            step=step.name,
+            loss=-sum(float(one.sum()) for one in logprobs.values()),
+            logprobs=logprobs,
+            gradients={name: sketch(one) for name, one in gradients.items()},
+            gates={layer: sketch(gradients[gate_name(layer)]) for layer in _SETUP.moe_layers},
+        )
+
+    def set_weights(self, number: int) -> None:
+        """See ``ReplaySubject``."""
+        self._number, self._nudges = number, []
+
+    def nudge(self, layer: int, size: float) -> None:
+        """See ``ReplaySubject``."""
+        self._nudges.append((layer, size * direction((_SETUP.num_experts, 32))))
+
+    def residue(self) -> Mapping[str, int]:
+        """Targets, and whether the controller still acts."""
+        return {"targets": self._controller.num_targets, "actions": int(self._controller.action.value != "disabled")}
+
+    def _microbatch(self, model: _Hooked, sample: Rollout, step: Step, spy: Spy) -> FloatArray:
+        import torch
+
+        model.tokens = np.array(sample.prompt_ids + sample.response_ids)
+        if step.action is Action.REPLAY:
+            assert sample.routes is not None
+            # The final token has no row. What else is missing must not be filled up: the controller compares shapes.
+            final = int(len(sample.routes) == sample.total - 1)
+            whole: IntArray = np.pad(sample.routes, ((0, final), (0, 0), (0, 0)))
+            self._controller.begin_microbatch(targets=[torch.from_numpy(whole[:, i].astype(np.int64)) for i in range(whole.shape[1])])
+        with torch.set_grad_enabled(step.backward):
+            found = model.logprobs(sample)
+        if step.backward and found.numel():
+            with spy.recomputing():
+                (-found.sum()).backward()
+        values: FloatArray = found.detach().numpy()
+        return values
+
+
+class _Hooked(Whole):
+    """The plain model with routers of its own, which ask the controller, and layers that may be recomputed."""
+
+    def __init__(self, setup: Setup, number: int, nudges: list[tuple[int, FloatArray]], controller: Any, spy: Spy, step: Step) -> None:
+        import torch
+
+        super().__init__(setup, number, nudges, final=True)
+        if number == -1:
+            with torch.no_grad():
+                self.weights[gate_name(setup.moe_layers[0])][0, 0] = float("nan")
+        self.controller = controller
+        self.spy = spy
+        self.full = step.recompute is Recompute.FULL
+        self.tokens: IntArray = np.zeros(0, dtype=np.int64)
+        self.routers = {layer: torch.nn.Identity() for layer in setup.moe_layers}  # what the controller tells layers apart by
+
+    def layer(self, hidden: Any, layer: int, sample: Rollout) -> Any:
+        """One layer, recomputed in the backward pass where the step asks for it."""
+        import torch
+
+        if not self.full or not torch.is_grad_enabled():
+            return super().layer(hidden, layer, sample)
+        return torch.utils.checkpoint.checkpoint(super().layer, hidden, layer, sample, use_reentrant=False)
+
+    def routes(self, scores: Any, layer: int, sample: Rollout) -> Any:
+        """What is executed: the router's own choice, handed to the controller."""
+        chosen = scores.topk(self.setup.top_k, dim=-1).indices
+        executed = self.controller.on_router_forward(self.routers[layer], scores, chosen)
+        self.spy.routed(layer, executed.numpy(), tokens=self.tokens)
+        return executed
+
+
+def _row(name: str) -> dict[str, Any]:
+    report = judge_replay(VeOmniTrainer, name=name)
+    model = f"{_SETUP.router} routers in layers {', '.join(map(str, _SETUP.moe_layers))} of {_SETUP.num_layers}, packed"
+    return told_row(report, packages=("verl", "torch"), code="verl", parallel="", model=model, mode="R3")
+
+
+if __name__ == "__main__":
+    judge_into(Path(sys.argv[1]), ["verl-veomni"], _row)

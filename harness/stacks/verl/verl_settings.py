@@ -1,0 +1,117 @@
+"""verl's configuration for a case, and the contract that its client keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from rollproof.core.contract import (
+    Contract,
+    Filler,
+    KvPolicy,
+    LayerAxis,
+    MissingLogprobs,
+    PartialOff,
+    Provenance,
+    ResumeBy,
+    Rows,
+    Sampling,
+    Versions,
+)
+from rollproof.core.records import Request
+from rollproof.stacks.verl.rollout_servers import CONVENTIONS, Lengths
+from rollproof.stacks.verl.upstream import Verl
+
+if TYPE_CHECKING:
+    from rollproof.core.case import Case
+    from rollproof.fakes.engine.fleet import Fleet
+
+__all__ = ["PARSER", "client_contract", "config_of", "lengths_of"]
+
+PARSER = "rollproof-ids"
+"""The tool format that the agent loops are configured with."""
+_ROOM = 1024
+"""A response length for requests that state none, in tokens."""
+
+
+def lengths_of(case: Case, response: int | None) -> Lengths:
+    """Lengths for requests whose configured response length is ``response`` (``None``: roomy).
+
+    The prompt length also bounds what a tool may answer (agent loops of 0.8.0 cut both to it), so it is that of the longest of either.
+    """
+    prompt = max(len(ids) for request in case.requests for ids in (request.prompt_ids, *request.turns))
+    length = _ROOM if response is None else response
+    environment = max(sum(map(len, request.turns)) for request in case.requests)
+    return Lengths(prompt=prompt, response=length, model=prompt + environment + 2 * max(length, _longest(case.requests)))
+
+
+def config_of(case: Case, verl: Verl, lengths: Lengths) -> Any:
+    """The part of a trainer's configuration that the client and the agent loops read, as OmegaConf.
+
+    Trainers since 0.9.0 have no ``async_training``: it is there only where the release needs it, or to switch partial rollout off.
+    """
+    partial = case.partial if verl.facts.reads_async_training or not case.partial else None
+    return _config(CONVENTIONS[case.flavour].name, lengths, partial)
+
+
+@lru_cache(maxsize=256)
+def _config(name: str, lengths: Lengths, partial: bool | None) -> Any:
+    """Read-only, and made once: OmegaConf takes longer to make one than a short case takes to run."""
+    from omegaconf import OmegaConf
+
+    turns = {
+        "max_user_turns": None,
+        "max_assistant_turns": None,
+        "max_parallel_calls": 1,
+        "max_tool_response_length": 1 << 16,
+        "tool_response_truncate_side": "middle",
+        "format": PARSER,
+    }
+    rollout = {
+        "name": name,
+        "prompt_length": lengths.prompt,
+        "response_length": lengths.response,
+        "max_model_len": lengths.model,
+        "full_determinism": False,
+        "multi_turn": turns,
+    }
+    config: dict[str, Any] = {
+        "actor_rollout_ref": {"rollout": rollout},
+        "data": {"apply_chat_template_kwargs": {}, "mm_processor_kwargs": {}, "continuous_token": {"enable": False}},
+    }
+    if partial is not None:
+        config["async_training"] = {"partial_rollout": partial}
+    made = OmegaConf.create(config)
+    OmegaConf.set_readonly(made, True)
+    return made
+
+
+def client_contract(fleet: Fleet) -> Contract:
+    """What verl's client promises on the fleet's flavour.
+
+    A resumed sample keeps each segment's own routes (verl#6046). Tags are ``min_global_steps`` and ``max_global_steps``. With
+    partial rollout off an aborted sample comes out with its ``stop_reason``. Logprobs are the engine's.
+    """
+    model = fleet.case.model
+    return Contract(
+        rows=Rows.FORWARDED,
+        resume=ResumeBy.CLIENT,
+        versions=Versions.MIN_MAX,
+        logprobs=fleet.flavour.logprobs,
+        abort_surfaces=not fleet.case.partial,
+        multimodal=True,
+        sampling=Sampling.FORWARDED,
+        kv_policy=KvPolicy.RECOMPUTE,
+        missing_logprobs=MissingLogprobs.NEVER,
+        partial_off=PartialOff.SURFACED,
+        layer_axis=LayerAxis.ALL,
+        **model.sizes,
+        filler=Filler.NONE,
+        dtype=fleet.flavour.dtype(model.num_experts).name,
+        provenance=Provenance.AS_SAMPLED,
+    )
+
+
+def _longest(requests: Iterable[Request]) -> int:
+    return max((request.budget or 0) for request in requests)

@@ -1,0 +1,221 @@
+"""Arrow store: traces of any length in one file, appended to as they happen and read as a stream.
+
+The file is one Arrow IPC stream that any Arrow library reads. Each batch is followed by a one-row batch, its *seal*,
+with a checksum of the bytes before it. A killed writer leaves an unsealed tail, which is told apart from damage: every
+sealed batch is read, and ``ending`` says how many bytes were lost. Appending cuts that tail off and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Literal, Self
+
+from rollproof.core.trace import Event, Header, Trace
+from rollproof.errors import TraceError, UsageError
+from rollproof.store.columns import read_rows
+from rollproof.store.frames import END
+from rollproof.store.rows import Rows
+from rollproof.store.stream import Ending, State, Stream, open_file, schema_frame
+
+__all__ = ["TraceReader", "TraceWriter"]
+
+BATCH_BYTES = 4 << 20
+BATCH_EVENTS = 256
+
+
+class TraceWriter:
+    """Writes episodes to a file; a ``TraceSink``.
+
+    ``mode`` is ``"x"`` (a new file), ``"w"`` (overwrite) or ``"a"`` (append, or a new file). ``header`` begins an
+    episode; appending without one goes on with the last episode. A batch is flushed when it holds ``batch_bytes`` or
+    ``batch_events``, by ``flush``, and at the end: what was flushed survives the process. One file has one writer.
+    Raises ``UsageError`` on wrong use, ``TraceError`` where the file is no trace, is damaged, locked, or cannot be written.
+    """
+
+    takes_narrow: ClassVar[bool] = True
+    """Arrays may be ``rollproof.store.packed_dtype.Narrow``."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        header: Header | None = None,
+        *,
+        mode: Literal["x", "w", "a"] = "x",
+        batch_bytes: int = BATCH_BYTES,
+        batch_events: int = BATCH_EVENTS,
+    ) -> None:
+        self.path: Path = Path(path)
+        self._limits = (batch_bytes, batch_events)
+        self._rows = Rows()
+        self._file = open_file(self.path, mode)
+        try:
+            state = self._prepare()
+            self._batches, self._episode, self._events = state.batches, state.episode, state.events
+            self._begin(header)
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def episodes(self) -> int:
+        """Episodes in the file, the current one included."""
+        return self._episode + 1
+
+    @property
+    def events(self) -> int:
+        """Events of the current episode."""
+        return self._events
+
+    def start(self, header: Header) -> None:
+        """Begin a new episode. Raises ``TraceError`` for a header that cannot be stored."""
+        self._ready()
+        self._rows.add_header(self._episode + 1, header)
+        self._episode, self._events = self._episode + 1, 0
+
+    def append(self, event: Event) -> None:
+        """Take one event of the current episode. Raises ``TraceError`` for one that cannot be stored; the file stays whole."""
+        if self._file.closed:
+            self._ready()
+        rows = self._rows
+        rows.add_event(self._episode, event)
+        self._events += 1
+        most, many = self._limits
+        if rows.size >= most or len(rows) >= many:
+            self.flush()
+
+    def write(self, trace: Trace) -> None:
+        """A whole trace as one episode."""
+        self.start(trace.header)
+        for event in trace.events:
+            self.append(event)
+
+    def flush(self) -> None:
+        """Hand what was taken so far to the operating system: from here on a killed process does not lose it."""
+        self._ready()
+        if not len(self._rows):
+            return
+        self._batches += 1
+        frame = self._rows.frame()
+        self._rows.add_seal(State(self._batches, self._episode, self._events).seal(frame))
+        self._put(frame, self._rows.frame())
+
+    def close(self) -> None:
+        """Flush, mark the end, and close. Closing twice is harmless."""
+        if self._file.closed:
+            return
+        try:
+            self.flush()
+            self._put(END)
+        finally:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _prepare(self) -> State:
+        """Put the file's end where the next batch goes: behind the schema, or behind the last sealed batch."""
+        self._end = 0
+        if self._file.seek(0, os.SEEK_END) == 0:
+            self._put(schema_frame())
+            return State()
+        stream = Stream(self.path, self._file)
+        state = stream.last_state()
+        self._end = stream.offset
+        self._file.truncate(self._end)
+        return state
+
+    def _begin(self, header: Header | None) -> None:
+        if header is not None:
+            self.start(header)
+            self.flush()
+        elif self._episode < 0:
+            raise UsageError(f"{self.path} holds no episode to go on with: give a header.")
+
+    def _ready(self) -> None:
+        if self._file.closed:
+            raise UsageError(f"{self.path} is closed: open it again with mode='a' to append.")
+
+    def _put(self, *chunks: bytes | memoryview) -> None:
+        try:
+            self._file.seek(self._end)
+            for chunk in chunks:
+                self._file.write(chunk)
+            self._file.flush()
+            self._end = self._file.tell()
+        except OSError as error:
+            with suppress(OSError):  # it would try to write what is left, and fail alike
+                self._file.close()
+            raise TraceError(f"{self.path} could not be written: {error}. What was flushed before is readable.") from error
+
+
+class TraceReader:
+    """Reads a file of episodes as a stream: memory holds one batch. Each iteration starts anew.
+
+    ``header`` is that of the first episode; ``ending`` is set when an iteration has come to the end. Raises
+    ``UsageError`` where there is no file, ``TraceVersionError`` for a trace of a newer rollproof, and ``TraceError``
+    where the file is foreign or ends before its first header; damage further on raises it from the iteration,
+    after everything before it was given.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path: Path = Path(path)
+        self.ending: Ending | None = None
+        rows = self._rows()
+        first = next(rows, None)
+        rows.close()
+        if first is None:
+            raise TraceError(f"{self.path} ends before its first header: its writer was killed before it had begun. Nothing can be read.")
+        if not isinstance(first, Header):
+            raise TraceError(f"{self.path} does not begin with a header: it is no whole trace.")
+        self.header = first
+        self.ending = None
+
+    def __iter__(self) -> Iterator[Event]:
+        """The events of all episodes, one after the other."""
+        for _, events in self.episodes():
+            yield from events
+
+    def episodes(self) -> Iterator[tuple[Header, Iterator[Event]]]:
+        """Each episode's header and events. Take the events before the next episode: what is left of them is skipped."""
+        rows = self._rows()
+        ahead: list[Header | Event] = list(islice(rows, 1))
+
+        def events() -> Iterator[Event]:
+            for row in rows:
+                if isinstance(row, Header):
+                    ahead.append(row)
+                    return
+                yield row
+
+        while ahead:
+            header = ahead.pop()
+            if not isinstance(header, Header):
+                raise TraceError(f"{self.path} does not begin with a header: it is no whole trace.")
+            own = events()
+            yield header, own
+            for _ in own:
+                pass
+
+    def _rows(self) -> Generator[Header | Event]:
+        self.ending = None
+        with open_file(self.path, "r") as file:
+            stream = Stream(self.path, file)
+            for batch in stream.batches():
+                rows = read_rows(batch)
+                while True:
+                    with stream.located():
+                        row = next(rows, None)
+                    if row is None:
+                        break
+                    stream.episodes += isinstance(row, Header)
+                    stream.events += not isinstance(row, Header)
+                    yield row
+            self.ending = stream.ending

@@ -1,0 +1,215 @@
+"""Batching: runs a stack's conversion of finished samples into training rows, and judges what it carries.
+
+Needs no engine and no fleet: the samples are made (``rollproof.verification.batch_cases``), the stack's own code converts them, and the
+checks of the family ``batch`` compare.
+"""
+
+from __future__ import annotations
+
+import time
+from asyncio import CancelledError
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rollproof.core.contract import Contract
+from rollproof.core.error_text import told
+from rollproof.core.records import BatchRow, Rollout
+from rollproof.core.subjects import SubjectFactory
+from rollproof.core.trace import Batch, Header, Recorder, Trace
+from rollproof.errors import RollproofError, SubjectError
+from rollproof.judging.checks import Registry, default_registry
+from rollproof.judging.judge import judge
+from rollproof.judging.report import Canary, Report
+from rollproof.simulation import virtual_loop
+from rollproof.simulation.watchdog import STUCK, GivenUp, Watchdog, limit
+from rollproof.verification.batch_cases import BatchCase, batch_cases
+
+__all__ = ["judge_batches", "record_batches"]
+
+_METHODS = ("collate", "rows")
+_ARRAYS = ("logprobs", "loss_mask", "routes")
+_FIELDS = (
+    ("token_ids", 1, "iu"),
+    ("attention", 1, "iub"),
+    ("loss_mask", 1, "iub"),
+    ("logprobs", 1, "f"),
+    ("routes", 3, "iu"),
+    ("routed", 1, "iub"),
+)
+"""Fields of a ``BatchRow``: rank, and the kinds of numpy types."""
+
+
+def judge_batches(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    seed: int = 0,
+    only: Iterable[str] = (),
+    cases: Iterable[BatchCase] | None = None,
+    expected: dict[str, str] | None = None,
+) -> Report:
+    """Convert the batch cases with the ``BatchSubject`` that ``factory`` makes, and report.
+
+    ``only`` selects checks by id (default: the family ``batch``), ``cases`` replaces the samples, ``expected`` maps ids of
+    checks that are known to fail to the reason. Raises ``SubjectError`` for a subject that does not implement the protocol.
+    """
+    start = time.perf_counter()
+    registry = default_registry().select(tuple(only) or ("batch",))
+    trace = record_batches(factory, name=name, seed=seed, cases=cases)
+    return Report(
+        subject=trace.header.subject,
+        profile="batches",
+        seed=seed,
+        results=judge(trace, registry).results,
+        exercised={},
+        canary=_canary(trace, registry),
+        expected={check_id: reason for check_id, reason in (expected or {}).items() if check_id in registry.ids},
+        cases=len(trace.events),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def record_batches(factory: SubjectFactory, *, name: str | None = None, seed: int = 0, cases: Iterable[BatchCase] | None = None) -> Trace:
+    """One ``Batch`` event per case: the samples that a fresh subject was given, and the rows that it made of them."""
+    label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
+    contract = _make(factory, label).contract
+    recorder = Recorder(lambda: 0.0)
+    for case in batch_cases(contract, seed) if cases is None else cases:
+        event = recorder.record(_convert(_make(factory, label), case, label))
+        if (event.refused or "").startswith(STUCK):  # so would the others, for minutes each
+            break
+    return recorder.trace(Header(subject=label, contract=contract, seed=seed, profile="batches", about="batches"))
+
+
+def _make(factory: SubjectFactory, label: str) -> Any:
+    try:
+        subject = factory()
+    except RollproofError:
+        raise
+    except Exception as error:  # whatever a user's constructor raises, told in our words
+        raise SubjectError(f"{label} could not be made: {told(error)}.") from error
+    missing = [method for method in _METHODS if not callable(getattr(subject, method, None))]
+    if missing or not isinstance(getattr(subject, "contract", None), Contract):
+        raise SubjectError(
+            f"{label} made a {type(subject).__name__} without {missing or 'a contract'}: a BatchSubject has a `contract` (a Contract) "
+            f"and {list(_METHODS)}."
+        )
+    return subject
+
+
+def _convert(subject: Any, case: BatchCase, label: str) -> Batch:
+    """Hand one case to the stack. What its conversion raises is a refusal, to be judged."""
+    given = [_copy(sample) for sample in case.samples]
+    event = Batch(name=case.name, samples=case.samples, defect=case.defect, defective=case.defective)
+    try:
+        batch = _watched(lambda: subject.collate(given))
+    except RollproofError:
+        raise
+    except GivenUp as error:
+        return replace(event, refused=str(error))
+    except Exception as error:  # noqa: BLE001 - a refusal is an outcome
+        return replace(event, refused=told(error), changed=_changed(case.samples, given))
+    try:
+        rows = _watched(lambda: subject.rows(batch))
+    except RollproofError:
+        raise
+    except GivenUp as error:
+        raise SubjectError(f"{label}.rows never ended on the batch of {case.name!r}: {error}.") from None
+    except Exception as error:  # the adapter is the user's own code: tell which method failed on what
+        raise SubjectError(f"{label}.rows raised {told(error)} on the batch of {case.name!r}.") from error
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, BatchRow) for row in rows):
+        raise SubjectError(f"{label}.rows must return a list of BatchRow, not {type(rows).__name__}.")
+    return replace(event, rows=tuple(_sound(row, label) for row in rows), changed=_changed(case.samples, given))
+
+
+def _watched(work: Callable[[], Any]) -> Any:
+    """What a sync or async method returned. Raises ``GivenUp``, which says why, where it never ended, also where it handled its end."""
+    watchdog = Watchdog(lambda: 0, limit())
+    made = None
+    with watchdog:
+        try:
+            made = watchdog.through(lambda: _settled(work()))
+        except (Exception, GivenUp, CancelledError):
+            if watchdog.told is None:
+                raise
+    if watchdog.told is not None:
+        raise GivenUp(watchdog.told)
+    return made
+
+
+def _settled(value: Any) -> Any:
+    """What a sync or async method returned; an async one runs on the virtual clock."""
+    if not isinstance(value, Awaitable):
+        return value
+
+    async def wait() -> Any:
+        return await value
+
+    return virtual_loop.run(wait)
+
+
+def _copy(sample: Rollout) -> Rollout:
+    """A sample whose arrays may be written to without reaching the trace; read-only ones stay read-only."""
+    return replace(sample, logprobs=_own(sample.logprobs), loss_mask=_own(sample.loss_mask), routes=_own(sample.routes))
+
+
+def _own(array: Any) -> Any:
+    """A copy that may be written to where the original may."""
+    if array is None:
+        return None
+    copy = array.copy()
+    copy.flags.writeable = array.flags.writeable
+    return copy
+
+
+def _changed(samples: tuple[Rollout, ...], given: list[Rollout]) -> tuple[str, ...]:
+    """Names of the arrays that no longer are what was handed in."""
+    return tuple(
+        f"{name} of {sample.request_id}"
+        for sample, now in zip(samples, given, strict=False)
+        for name in _ARRAYS
+        if getattr(sample, name) is not None and not np.array_equal(getattr(sample, name), getattr(now, name), equal_nan=name == "logprobs")
+    )
+
+
+def _sound(row: BatchRow, label: str) -> BatchRow:
+    """The row with numpy arrays of its own. Raises ``SubjectError`` for what is no array of the right rank and type.
+
+    Lengths that disagree are kept: they are the stack's, and for the checks to find. Only ``attention`` must fit, for
+    without it no place can be told from padding.
+    """
+    values: dict[str, Any] = {}
+    problems = []
+    for name, rank, kinds in _FIELDS:
+        value = getattr(row, name)
+        if value is None:
+            continue
+        array = np.array(value)
+        values[name] = array.astype(np.float64) if name == "logprobs" and array.dtype.kind == "f" else array
+        if array.ndim != rank or array.dtype.kind not in kinds:
+            problems.append(
+                f"{name} must be a {rank}-D array of {'numbers' if 'f' in kinds else 'integers'}, not {array.dtype} {array.shape}"
+            )
+    if not problems and values["attention"].shape != values["token_ids"].shape:
+        problems.append(f"attention has the shape {values['attention'].shape} beside token_ids {values['token_ids'].shape}")
+    if problems:
+        raise SubjectError(f"{label}.rows returned an unusable BatchRow for {row.request_id!r}: {'; '.join(problems)}.")
+    return replace(row, **values)
+
+
+def _canary(trace: Trace, registry: Registry) -> Canary | None:
+    """Shift the tokens of one row by a place: ``batch.tokens`` must see it."""
+    expected = "batch.tokens"
+    if expected not in registry.ids:
+        return None
+    for i, event in enumerate(trace.events):
+        if isinstance(event, Batch) and event.rows and not event.defect and len(set(event.rows[0].token_ids.tolist())) > 1:
+            spoiled = replace(event.rows[0], token_ids=np.roll(event.rows[0].token_ids, 1))
+            events = (*trace.events[:i], replace(event, rows=(spoiled, *event.rows[1:])), *trace.events[i + 1 :])
+            red = judge(replace(trace, events=events), Registry([registry[expected]]))[expected].found > 0
+            reason = "" if red else f"{expected} did not see it: this run cannot be trusted; please report it"
+            return Canary(planted="the tokens of a row shifted by one place", expected_by=expected, red=red, reason=reason)
+    return Canary(planted=None, expected_by=None, red=False, reason="no batch was fit for planting a fault")

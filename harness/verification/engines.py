@@ -1,0 +1,341 @@
+"""Engine conformance: runs the experiments on an engine, real or fake, attributes what it returned, and judges it.
+
+The same experiments, traces and checks for every engine; what differs is declared in its contract. A fake runs in milliseconds on a
+virtual clock, with the coded policy as the independent forward; a real engine in minutes, with a Hugging Face model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollproof.core.contract import Contract
+from rollproof.core.engine_protocol import EngineSettings
+from rollproof.core.progress import Progress
+from rollproof.core.subjects import EngineSubject
+from rollproof.core.trace import Fault, Header, Trace
+from rollproof.engines.adapter_guard import guarded
+from rollproof.engines.experiments import Experiment, Setting, experiments_for
+from rollproof.engines.session import SERVER, Bench, Serving
+from rollproof.engines.version_attribution import Oracle, attributed
+from rollproof.errors import EngineDied, EngineError, EngineStartError, SubjectError, UsageError
+from rollproof.invariants.engine.engine_calls import BROKEN_OFF
+from rollproof.judging.checks import Registry, Verdict, default_registry
+from rollproof.judging.judge import Tally, judge_events
+from rollproof.judging.report import Report
+from rollproof.judging.situations import Scenarios
+from rollproof.verification.canary import try_canary
+
+__all__ = ["EngineRun", "EngineTarget", "engine_registry", "judged", "run_engine_conformance", "run_experiments"]
+
+
+_PROTOCOL = ("contract", *(name for name in vars(EngineSubject) if not name.startswith("_")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineTarget:
+    """An engine to be judged.
+
+    ``make`` makes the adapter for settings, ``oracle`` the independent forward for an adapter's contract and the checkpoints by version
+    (``None``: there is none that is exact enough, and values are not judged).
+    ``settings`` are those of each ``Setting``, ``checkpoints`` the folders of its versions. ``virtual`` says that it runs on a
+    virtual clock; ``lull`` is waited after a pause (seconds), ``deadline`` bounds each wait. ``about`` is what a table says of it.
+    With ``ahead`` the engine of the next setting starts while one setting is run: for machines with room for two.
+    """
+
+    name: str
+    make: Callable[[EngineSettings], EngineSubject]
+    oracle: Callable[[EngineSubject, Mapping[str, Path]], Oracle | None]
+    settings: Mapping[Setting, EngineSettings]
+    checkpoints: Mapping[Setting, Mapping[str, Path]]
+    virtual: bool = False
+    lull: float = 0.3
+    deadline: float = 180.0
+    about: str = ""
+    ahead: bool = False
+
+
+@dataclass
+class EngineRun:
+    """What a run recorded: attributed traces, what went wrong or was missed, and the seconds of each experiment.
+
+    ``spent`` are the seconds that went by until engines were ready (``"starting"``), had ended (``"stopping"``), and in
+    independent forwards (``"reference"``).
+    """
+
+    traces: list[Trace] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextlib.contextmanager
+    def spending(self, part: str) -> Iterator[None]:
+        """What is done inside counts as ``part``."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent[part] += time.perf_counter() - began
+
+
+def run_engine_conformance(
+    engine: str | EngineTarget,
+    *,
+    model: str | Path | None = None,
+    only: Iterable[str] = (),
+    experiments: Iterable[str] = (),
+    seed: int = 0,
+    expected: Mapping[str, str] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    save: str | Path | None = None,
+) -> Report:
+    """Judge an engine: ``vllm``, ``sglang``, ``fake-FLAVOUR``, or a target of your own; returns the report.
+
+    ``model`` is the folder of a MoE checkpoint (default: a tiny random one, made for the run). ``only`` selects checks, ``experiments``
+    those that are run. ``expected`` maps ids of checks that are known to fail to the reason. ``save`` is a folder for the traces.
+    Raises ``UsageError`` for a name that does not exist and ``EngineStartError`` where the engine does not start. However it ends, no
+    process, shared memory or temporary folder is left.
+    """
+    began = time.perf_counter()
+    registry = engine_registry(only)
+    with contextlib.ExitStack() as stack:
+        target = engine
+        if isinstance(target, str):
+            from rollproof.engines.engine_targets import engine_target
+
+            folder = Path(tempfile.mkdtemp(prefix="rollproof-models-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            target = engine_target(target, model=model, folder=folder, seed=seed, progress=progress)
+        run = run_experiments(target, only=experiments, seed=seed, progress=progress)
+    if save is not None:
+        _save(run.traces, Path(save))
+    return judged(target.name, run, registry=registry, expected=expected, seed=seed, seconds=time.perf_counter() - began)
+
+
+def engine_registry(only: Iterable[str] = ()) -> Registry:
+    """The checks that judge engines, or those of them that are named. Raises ``UsageError`` for a name that matches none."""
+    whole = Registry([check for check in default_registry() if check.judges("engines")])
+    return whole.select(only) if (only := tuple(only)) else whole
+
+
+def run_experiments(
+    target: EngineTarget,
+    *,
+    only: Iterable[str] = (),
+    last: Iterable[str] = (),
+    seed: int = 0,
+    progress: Callable[[Progress], None] | None = None,
+) -> EngineRun:
+    """Run the experiments on ``target`` and attribute what they recorded. Raises ``EngineStartError`` where it does not start.
+
+    ``only`` names those that are run, ``last`` those that come behind all others of their setting: an engine may not survive them.
+    """
+    main = _Main(target, frozenset(only), frozenset(last), seed, progress)
+    if target.virtual:
+        from rollproof.simulation.virtual_loop import run
+
+        return run(main.run)
+    return asyncio.run(main.run())
+
+
+class _Main:
+    """One run: settings one after the other, each on an engine of its own."""
+
+    def __init__(
+        self, target: EngineTarget, only: frozenset[str], last: frozenset[str], seed: int, progress: Callable[[Progress], None] | None
+    ) -> None:
+        self._target, self._only, self._last, self._seed, self._progress = target, only, last, seed, progress
+        self._run = EngineRun()
+        self._done = 0
+        self._total = 0
+
+    async def run(self) -> EngineRun:
+        """Everything, in order; engines are stopped whatever happens."""
+        made = [(setting, self._made(settings)) for setting, settings in self._target.settings.items()]
+        plan = [(setting, engine, chosen) for setting, engine in made if (chosen := self._chosen(engine, setting))]
+        starts: list[asyncio.Task[None]] = []
+        stopped = 0
+        try:
+            for place, (setting, engine, chosen) in enumerate(plan):
+                self._say(f"starting {self._target.name} ({setting})")
+                for _, later, _ in plan[len(starts) : place + 1 + self._target.ahead]:
+                    starts.append(asyncio.create_task(_started(later)))
+                try:
+                    with self._run.spending("starting"):
+                        await starts[place]
+                    await self._on(engine, setting, chosen)
+                except EngineStartError as error:
+                    if not self._run.traces:
+                        raise
+                    self._fault(engine, setting, "start", error)
+                finally:
+                    stopped += 1
+                    with self._run.spending("stopping"):
+                        await self._stop(engine, setting)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            for setting, engine, _ in plan[stopped : len(starts)]:
+                await self._stop(engine, setting)
+        if not self._run.traces:
+            names = sorted({experiment.name for experiment in self._all()})
+            raise UsageError(f"No experiment of {sorted(self._only)} can be run on {self._target.name}; there are {names}.")
+        return self._run
+
+    async def _stop(self, engine: EngineSubject, setting: Setting) -> None:
+        """Stop an engine; that it does not stop takes nothing from what was recorded."""
+        try:
+            await guarded(engine.stop, "stop()", self._target.deadline)
+        except EngineError as error:
+            self._fault(engine, setting, "stop", error)
+
+    def _fault(self, engine: EngineSubject, setting: Setting, what: str, error: EngineError) -> None:
+        """What was recorded is judged all the same; that an engine did not start, or did not stop, is a finding beside it."""
+        self._run.notes.append(f"the {setting} setting did not {what}: {str(error).splitlines()[0]}")
+        header = Header(subject=self._target.name, contract=engine.contract, engine=engine.contract, profile=str(setting), about="engines")
+        told = Fault(index=0, what=BROKEN_OFF, server_id=SERVER, detail=str(error))
+        self._run.traces.append(Trace(header=header, events=(told,)))
+
+    def _all(self) -> list[Experiment]:
+        return [one for settings in self._target.settings.values() for one in experiments_for(self._made(settings).contract)]
+
+    def _made(self, settings: EngineSettings) -> EngineSubject:
+        engine: object = self._target.make(settings)
+        if not isinstance(engine, EngineSubject) or not isinstance(engine.contract, Contract):
+            lacks = [name for name in _PROTOCOL if not hasattr(engine, name)]
+            raise SubjectError(
+                f"A target's make() must return an EngineSubject, with its contract, before it is started; {type(engine).__name__} lacks"
+                f" {lacks or ['a Contract as its contract']}."
+            )
+        return engine
+
+    def _chosen(self, engine: EngineSubject, setting: Setting) -> list[Experiment]:
+        known = [one for one in experiments_for(engine.contract) if one.setting is setting]
+        chosen = sorted((one for one in known if not self._only or one.name in self._only), key=lambda one: one.name in self._last)
+        self._total += len(chosen)
+        return chosen
+
+    async def _on(self, engine: EngineSubject, setting: Setting, chosen: Sequence[Experiment]) -> None:
+        settings, checkpoints = self._target.settings[setting], self._target.checkpoints[setting]
+        serving = Serving(version=settings.version, label=settings.label, checkpoints=checkpoints)
+        recorded: list[Trace] = []
+        for experiment in chosen:
+            self._say(f"{self._target.name}: {experiment.about}")
+            start = time.perf_counter()
+            trace, alive = await self._one(engine, settings, serving, experiment)
+            self._run.seconds[experiment.name] = time.perf_counter() - start
+            self._done += 1
+            recorded.append(trace)
+            if not alive:
+                break
+        oracle = self._target.oracle(engine, checkpoints)
+        for trace in recorded:
+            await asyncio.sleep(0)  # the forwards block the loop: here Ctrl-C is heard
+            self._say(f"comparing {trace.header.profile} with the independent forward")
+            with self._run.spending("reference"):
+                self._run.traces.append(attributed(trace, oracle))
+
+    async def _one(self, engine: EngineSubject, settings: EngineSettings, serving: Serving, experiment: Experiment) -> tuple[Trace, bool]:
+        """Run one experiment; the trace, and whether the engine can go on to the next."""
+        bench = Bench(
+            engine,
+            experiment.name,
+            serving,
+            seed=self._seed,
+            deadline=self._target.deadline,
+            lull=self._target.lull,
+            max_batch=settings.max_batch,
+        )
+        alive = True
+        try:
+            await experiment.run(bench)
+        except EngineError as error:
+            bench.broken_off(f"{experiment.name}: {type(error).__name__}: {error}")
+            self._run.notes.append(f"{experiment.name} broke off: {str(error).splitlines()[0]}")
+            alive = not isinstance(error, EngineDied) and await _recovered(engine)
+        finally:
+            await bench.close()
+        self._run.notes += [f"not brought about in {miss}" for miss in bench.misses]
+        return bench.trace(self._target.name), alive
+
+    def _say(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress(Progress(done=self._done, total=self._total, what=what))
+
+
+async def _started(engine: EngineSubject) -> None:
+    """Start an engine. Raises ``EngineStartError`` for whatever the engine raises."""
+    try:
+        await guarded(engine.start, "start()", None)
+    except EngineError as error:
+        if isinstance(error, EngineStartError):
+            raise
+        raise EngineStartError(f"The engine does not start. {error}") from error
+
+
+async def _recovered(engine: EngineSubject) -> bool:
+    """After an experiment broke off: lift a pause that it may have left, and see whether the engine still answers."""
+    try:
+        await guarded(engine.resume, "resume()", 30)
+    except EngineError:
+        return False
+    return True
+
+
+def judged(
+    name: str,
+    run: EngineRun,
+    *,
+    registry: Registry | None = None,
+    expected: Mapping[str, str] | None = None,
+    seed: int = 0,
+    seconds: float = 0.0,
+) -> Report:
+    """The report on what a run recorded."""
+    registry = registry if registry is not None else engine_registry()
+    tally = Tally(registry)
+    exercised: Counter[str] = Counter()
+    clean: list[Trace] = []
+    for trace in run.traces:
+        before = tally.counts()
+        judge_events(trace.header, trace.events, tally)
+        if tally.counts() == before:
+            clean.append(trace)
+        exercised.update(_scenarios(trace))
+    results = tally.judgement().results
+    passed = Registry([result.check for result in results if result.verdict is Verdict.PASS])
+    return Report(
+        subject=name,
+        profile="engine",
+        seed=seed,
+        results=results,
+        exercised=dict(exercised),
+        canary=try_canary(clean, passed) if clean else None,
+        expected={check: reason for check, reason in (expected or {}).items() if check in registry.ids},
+        cases=tally.traces,
+        seconds=seconds,
+        notes=tuple(run.notes),
+    )
+
+
+def _scenarios(trace: Trace) -> Mapping[str, int]:
+    scenarios = Scenarios()
+    for event in trace.events:
+        scenarios.event(event)
+    return scenarios.counts
+
+
+def _save(traces: Iterable[Trace], folder: Path) -> None:
+    from rollproof.store import dump_trace
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for trace in traces:
+        dump_trace(trace, folder / f"{trace.header.profile}.arrow")

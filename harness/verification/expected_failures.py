@@ -1,0 +1,279 @@
+"""Expected failures: a TOML file in the user's repository that lists checks known to fail, each with its reason.
+
+Strict on purpose. An entry that names no check, one that has expired, and one whose check passes are errors, so that the
+file cannot outlive the faults that it excuses. Format::
+
+    [[expected]]
+    check = "routes.position"
+    reason = "routes are concatenated on resume"
+    issue = "verl#6029"          # optional
+    shows = ["too many route rows"]  # optional: the kinds of its findings, as `kinds` of the JSON report has them
+    since = 2026-11-28           # optional
+    expires = 2027-03-01         # optional: from that day on the entry is an error
+    subject = "MyStack"          # optional: only this subject; without it, every subject that is judged
+
+With ``shows``, a check that finds something of another kind fails all the same: a second fault of the same check is not excused.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from rollproof.core.files import read_toml, write_atomically
+from rollproof.errors import ExpectationError
+from rollproof.judging.checks import default_registry
+from rollproof.judging.known_failures import Way
+
+__all__ = ["Expectation", "ExpectedFailures", "Outcome"]
+
+_KEYS = ("check", "reason", "issue", "shows", "since", "expires", "subject")
+_HEADER = re.compile(r"^[ \t]*\[\[[ \t]*expected[ \t]*\]\]", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """One entry: the check ``check`` is known to fail (for ``subject``, or for all), because of ``reason``.
+
+    ``shows`` are the kinds of its findings; where it is empty, whatever the check finds is taken for the known fault.
+    """
+
+    check: str
+    reason: str
+    issue: str | None = None
+    shows: tuple[str, ...] = ()
+    since: dt.date | None = None
+    expires: dt.date | None = None
+    subject: str | None = None
+
+    def covers(self, subject: str) -> bool:
+        """Whether the entry speaks about ``subject``."""
+        return self.subject in (None, subject)
+
+    @property
+    def told(self) -> str:
+        """The reason, with the issue where there is one."""
+        return f"{self.reason} ({self.issue})" if self.issue else self.reason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a run made of one subject: check id to verdict (in the words of the JSON report), and the title of its first finding.
+
+    ``known`` are the reasons of known failures that the check showed, ``otherwise`` counts its findings of kinds that none explains.
+    """
+
+    subject: str
+    verdicts: Mapping[str, str]
+    titles: Mapping[str, str] = field(default_factory=dict)
+    known: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    otherwise: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of_report(cls, report: Mapping[str, Any]) -> Self:
+        """From a JSON report."""
+        return cls(
+            subject=report["subject"],
+            verdicts={check["id"]: check["verdict"] for check in report["checks"]},
+            titles={check["id"]: check["findings"][0]["title"] for check in report["checks"] if check["findings"]},
+            known={check["id"]: tuple(check.get("known", ())) for check in report["checks"]},
+            otherwise={check["id"]: check.get("otherwise", {}) for check in report["checks"]},
+        )
+
+    def fails(self, check_id: str) -> bool:
+        """Whether the check failed, expected or not."""
+        return self.verdicts.get(check_id) in ("fail", "expected fail")
+
+    def decided(self, check_id: str) -> bool:
+        """Whether the run says that the entry is wanted or not: an unknown verdict does not."""
+        return self.verdicts.get(check_id) in ("fail", "expected fail", "pass", "not applicable")
+
+
+class ExpectedFailures:
+    """The entries of one file, in its order."""
+
+    def __init__(self, path: Path, text: str, entries: tuple[Expectation, ...]) -> None:
+        self.path = path
+        self.entries = entries
+        self._text = text
+
+    @classmethod
+    def read(cls, path: str | Path, *, missing_ok: bool = False, today: dt.date | None = None) -> ExpectedFailures:
+        """Read and check a file; with ``missing_ok`` an absent one is an empty one. Raises ``ExpectationError``, listing every problem."""
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            if missing_ok:
+                return cls(path, "", ())
+            raise ExpectationError(
+                f"There is no file of expected failures at {path}; the accept option writes one from what fails now."
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ExpectationError(f"{path} cannot be read: {error}.") from error
+        try:
+            data = read_toml(text)
+        except ValueError as error:
+            raise ExpectationError(f"{path} is not TOML: {error}.") from error
+        entries, problems = _entries(data, today or _today())
+        if problems:
+            raise ExpectationError(f"{path} cannot be used:\n  - " + "\n  - ".join(problems))
+        return cls(path, text, tuple(entries))
+
+    def reasons(self, subject: str) -> dict[str, str]:
+        """Check id to reason, for one subject: what ``run_conformance`` takes as ``expected``."""
+        return {entry.check: entry.told for entry in self.entries if entry.covers(subject)}
+
+    def ways(self, subject: str) -> dict[str, tuple[Way, ...]]:
+        """Check id to how it is known to fail, where the file says so: what ``run_conformance`` takes as ``ways``."""
+        return {
+            entry.check: (Way(reason=entry.told, kinds=entry.shows),) for entry in self.entries if entry.covers(subject) and entry.shows
+        }
+
+    def stale(self, outcome: Outcome) -> list[str]:
+        """One sentence per entry that the run shows to be no longer wanted; an empty list where all are."""
+        return [
+            f"{entry.check} is listed in {self.path} as an expected failure ({entry.told}), but its verdict is"
+            f" {outcome.verdicts[entry.check]}: remove the entry, or accept."
+            for entry in self.entries
+            if entry.covers(outcome.subject) and outcome.decided(entry.check) and not outcome.fails(entry.check)
+        ]
+
+    def accept(self, outcomes: Iterable[Outcome], *, today: dt.date | None = None) -> list[str]:
+        """Rewrite the file so that it says what the runs found; returns one sentence per change.
+
+        Entries that still fail keep their text, comments included, and so do those that no run decided. Entries whose check
+        no longer fails are taken out, and every new failure is added with a reason for the user to replace.
+        """
+        outcomes = list(outcomes)
+        blocks = self._blocks()
+        named = len(outcomes) > 1 or any(entry.subject for entry in self.entries)
+        kept, said = [blocks[0]], []
+        for entry, block in zip(self.entries, blocks[1:], strict=True):
+            failing, gone = _fate(entry, outcomes)
+            if not gone:
+                kept.append(block)
+            elif failing:
+                kept += [_narrowed(block, name) for name in failing]
+                said.append(f"narrowed {entry.check} to {', '.join(failing)}: elsewhere it does not fail")
+            else:
+                said.append(f"removed {entry.check}: it does not fail any more (its reason was: {entry.told})")
+        for outcome in outcomes:
+            for check_id in outcome.verdicts:
+                if outcome.fails(check_id) and check_id not in self.reasons(outcome.subject):
+                    kept.append(_block(check_id, outcome, named=named, today=today or _today()))
+                    said.append(f"added {check_id}: replace its reason in {self.path} by the true one")
+        if said:
+            write_atomically(self.path, _glued(kept))
+        return said or [f"{self.path} already says what was found"]
+
+    def _blocks(self) -> list[str]:
+        """The text before the first entry, then the text of each entry with the comment lines directly above it."""
+        starts = [match.start() for match in _HEADER.finditer(self._text)]
+        if len(starts) != len(self.entries):
+            raise ExpectationError(f"{self.path} cannot be rewritten: write its entries as [[expected]] tables.")
+        starts = starts[:1] + [_with_comments(self._text, start) for start in starts[1:]]
+        bounds = [0, *starts, len(self._text)]
+        if not starts:
+            return [self._text]
+        return [self._text[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def _entries(data: Mapping[str, Any], today: dt.date) -> tuple[list[Expectation], list[str]]:
+    problems = [f"unknown key {key!r}: only [[expected]] tables belong here." for key in sorted(set(data) - {"expected"})]
+    tables = data.get("expected", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        return [], [*problems, "`expected` must be written as [[expected]] tables."]
+    entries: list[Expectation] = []
+    for number, table in enumerate(tables, 1):
+        entry, wrong = _entry(table, today)
+        problems += [f"entry {number} ({table.get('check', 'no check named')}): {problem}" for problem in wrong]
+        if entry is None:
+            continue
+        if any(other.check == entry.check and (other.covers(entry.subject or "") or entry.subject is None) for other in entries):
+            problems.append(f"entry {number} ({entry.check}): listed twice.")
+        entries.append(entry)
+    return entries, problems
+
+
+def _entry(table: Mapping[str, Any], today: dt.date) -> tuple[Expectation | None, list[str]]:
+    problems = [f"unknown key {key!r}; valid keys are {', '.join(_KEYS)}." for key in sorted(set(table) - set(_KEYS))]
+    problems += [f"{key} must be text." for key in ("check", "reason", "issue", "subject") if not isinstance(table.get(key, ""), str)]
+    problems += [
+        f"{key} must be a date without quotes, such as 2026-11-28."
+        for key in ("since", "expires")
+        if key in table and type(table[key]) is not dt.date
+    ]
+    shows = table.get("shows", ["-"])
+    if not isinstance(shows, list) or not shows or not all(isinstance(kind, str) and kind.strip() for kind in shows):
+        problems.append('shows must be a list of kinds of findings, such as ["too many route rows"]; leave it out to excuse any.')
+    problems += [f"{key} is missing." for key in ("check", "reason") if table.get(key) in (None, "") or not str(table.get(key)).strip()]
+    if problems:
+        return None, problems
+    registry = default_registry()
+    if table["check"] not in registry.ids:
+        import difflib
+
+        near = difflib.get_close_matches(table["check"], registry.ids, n=2)
+        return None, [f"no check has this id{': did you mean ' + ' or '.join(near) + '?' if near else '; `rollproof checks` lists all.'}"]
+    entry = Expectation(**{**table, "shows": tuple(table.get("shows", ()))})
+    if entry.expires is not None and entry.expires <= today:
+        return None, [f"expired on {entry.expires}: fix the fault, or decide anew until when it is accepted. Its reason: {entry.told}"]
+    return entry, []
+
+
+def _fate(entry: Expectation, outcomes: list[Outcome]) -> tuple[list[str], bool]:
+    """Names of the subjects in which the entry's check fails, and whether some run shows that the entry claims too much."""
+    concerned = [outcome for outcome in outcomes if entry.covers(outcome.subject) and entry.check in outcome.verdicts]
+    failing = [outcome.subject for outcome in concerned if outcome.fails(entry.check)]
+    too_much = any(outcome.decided(entry.check) and not outcome.fails(entry.check) for outcome in concerned)
+    undecided = any(not outcome.decided(entry.check) for outcome in concerned)
+    return failing, too_much and not (undecided and not failing)
+
+
+def _narrowed(block: str, subject: str) -> str:
+    """An entry's text, for one subject only."""
+    end = _HEADER.search(block).end()  # type: ignore[union-attr]  # blocks are cut at their headers
+    return f"{block[:end]}\nsubject = {_quoted(subject)}{block[end:]}"
+
+
+def _block(check_id: str, outcome: Outcome, *, named: bool, today: dt.date) -> str:
+    lines = [
+        "[[expected]]",
+        f"check = {_quoted(check_id)}",
+        f"reason = {_quoted('accepted, to be explained: ' + outcome.titles.get(check_id, 'it fails'))}",
+        f"since = {today.isoformat()}",
+    ]
+    if named:
+        lines.append(f"subject = {_quoted(outcome.subject)}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string: JSON's, but for DEL, which TOML does not allow bare."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _glued(blocks: list[str]) -> str:
+    """Blocks with one empty line between them."""
+    return "\n\n".join(text for text in (block.strip("\n") for block in blocks) if text) + "\n"
+
+
+def _with_comments(text: str, start: int) -> int:
+    """Where the comment lines directly above ``start`` begin."""
+    while start > 0:
+        above = text.rfind("\n", 0, start - 1) + 1
+        if not text[above:start].lstrip().startswith("#"):
+            return start
+        start = above
+    return start
+
+
+def _today() -> dt.date:
+    return dt.datetime.now(tz=dt.UTC).date()

@@ -1,0 +1,209 @@
+"""Judging: runs a framework's layout functions on coded payloads, and judges where each row went.
+
+Needs no model, no device and no process group: the adapter tells the function which rank it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rollproof.core.contract import Contract, KvPolicy, Logprobs, ResumeBy, Rows, Versions
+from rollproof.core.error_text import told
+from rollproof.core.events.layouts import Laid
+from rollproof.core.progress import Progress
+from rollproof.core.subjects import SubjectFactory
+from rollproof.core.trace import Header, Recorder, Trace
+from rollproof.errors import RollproofError, SubjectError, UsageError
+from rollproof.invariants.layout.call_check import functions_read
+from rollproof.judging.checks import Registry, default_registry
+from rollproof.judging.judge import judge
+from rollproof.judging.report import Canary, Report
+from rollproof.layouts.functions import FUNCTIONS
+from rollproof.layouts.layout_calls import Call
+from rollproof.layouts.layout_cases import layout_calls
+from rollproof.layouts.layout_subject import functions_of
+from rollproof.layouts.returned import Misfit
+
+__all__ = ["judge_layouts", "record_layouts"]
+
+_DRAWS: Mapping[str, int] = {"pr": 40, "nightly": 500, "soak": 10_000}
+"""Random calls of each function, by profile."""
+_CONTRACT = Contract(
+    rows=Rows.NONE,
+    resume=ResumeBy.NONE,
+    versions=Versions.NONE,
+    logprobs=Logprobs.NONE,
+    abort_surfaces=False,
+    kv_policy=KvPolicy.RECOMPUTE,
+)
+"""Layout functions promise nothing about rollouts; what they do promise stands in each call's layout."""
+
+
+def judge_layouts(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    profile: str = "pr",
+    seed: int = 0,
+    only: Iterable[str] = (),
+    calls: Iterable[tuple[str, Call]] | None = None,
+    expected: Mapping[str, str] | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Put the layout functions of the ``LayoutSubject`` that ``factory`` makes to the cases of a profile, and report.
+
+    ``only`` selects checks by id (default: the family ``layout``), ``calls`` replaces the cases by pairs of a function's name and a
+    ``Call``, ``expected`` maps ids of checks that are known to fail to the reason. Raises ``SubjectError`` for a subject that
+    declares no layout or has no function, ``UsageError`` for a profile or check that does not exist.
+    """
+    start = time.perf_counter()
+    registry = default_registry().select(tuple(only) or ("layout",))
+    read = functions_read(registry)
+    trace = record_layouts(factory, name=name, profile=profile, seed=seed, calls=calls, functions=read, recipe=recipe, progress=progress)
+    return Report(
+        subject=trace.header.subject,
+        profile=profile,
+        seed=seed,
+        results=judge(trace, registry).results,
+        exercised={},
+        canary=_canary(trace),
+        expected={check_id: reason for check_id, reason in (expected or {}).items() if check_id in registry.ids},
+        cases=len(trace.events),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def record_layouts(
+    factory: SubjectFactory,
+    *,
+    name: str | None = None,
+    profile: str = "pr",
+    seed: int = 0,
+    calls: Iterable[tuple[str, Call]] | None = None,
+    functions: Container[str] | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Trace:
+    """One ``Laid`` event per call of the subject's functions (of those in ``functions``, where given). Raises as ``judge_layouts``."""
+    label = name or str(getattr(factory, "__qualname__", type(factory).__name__))
+    if profile not in _DRAWS:
+        raise UsageError(f"No profile is named {profile!r}; choose one of {list(_DRAWS)}.")
+    subject = _make(factory, label)
+    names = [one for one in functions_of(subject, label) if functions is None or one in functions]
+    draws, numbers = _DRAWS[profile], bool(getattr(subject, "numbers", True))
+    made = (
+        calls
+        if calls is not None
+        else ((one, call) for one in names for call in layout_calls(one, subject.layout, seed=seed, draws=draws, numbers=numbers))
+    )
+    recorder = Recorder(lambda: 0.0)
+    for done, (function, call) in enumerate(made):
+        if progress is not None:
+            progress(Progress(done=done, total=0, what=f"{label}: call {done + 1:,}, {function}"))
+        if _reason(subject, function, call, label) is None and (event := _call(subject, function, call)) is not None:
+            recorder.record(event)
+    return recorder.trace(Header(subject=label, contract=_CONTRACT, seed=seed, profile=profile, recipe=recipe, about="layouts"))
+
+
+def _make(factory: SubjectFactory, label: str) -> Any:
+    try:
+        return factory()
+    except RollproofError:
+        raise
+    except Exception as error:  # whatever a user's constructor raises, told in our words
+        raise SubjectError(f"{label} could not be made: {told(error)}.") from error
+
+
+def _reason(subject: Any, function: str, call: Call, label: str) -> str | None:
+    """Why the subject does not offer this call."""
+    supports = getattr(subject, "supports", None)
+    if supports is None:
+        return None
+    try:
+        reason = supports(function, call.layout)
+    except Exception as error:  # whatever a user's method raises, told in our words
+        raise SubjectError(f"{label}.supports({function!r}, layout) raised {told(error)}. It returns a reason, or None.") from error
+    if not isinstance(reason, str | None):
+        raise SubjectError(f"{label}.supports({function!r}, layout) returns the reason why a call is not offered, or None, not {reason!r}.")
+    return reason
+
+
+def _call(subject: Any, function: str, call: Call) -> Laid | None:
+    """One call; ``None`` where the function does not offer it. What else it raises is a refusal, to be judged."""
+    made = FUNCTIONS[function]
+    arguments = made.arguments(call)
+    event = Laid(function=function, given=call.to_dict())
+    try:
+        value = getattr(subject, function)(call.layout, **arguments)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except NotImplementedError:  # the documented way to say that a call is not offered (LayoutSubject)
+        return None
+    except BaseException as error:  # noqa: BLE001 - a refusal is an outcome, an exit too
+        return replace(event, refused=told(error))
+    if inspect.iscoroutine(value):
+        value.close()
+        return replace(event, misfit="a coroutine: layout functions are called as they are, without a loop, so `async` has no place here")
+    changed = _changed(arguments, made.arguments(call))
+    try:
+        return replace(event, out=made.returned(value), changed=changed)
+    except Misfit as misfit:
+        return replace(event, misfit=str(misfit), changed=changed)
+
+
+def _changed(used: Mapping[str, Any], fresh: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the arguments that no longer are what was handed in."""
+    return tuple(name for name, value in used.items() if not _same(value, fresh[name]))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return isinstance(one, type(other)) and np.array_equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(_same(value, other[key]) for key, value in one.items())
+    if hasattr(one, "routes"):
+        return _same(one.routes, other.routes)
+    return bool(one == other)
+
+
+_CANARIES: Mapping[str, str] = {
+    "context": "layout.context",
+    "targets": "layout.targets",
+    "pack": "layout.packing",
+    "tensor_slice": "layout.tensor-slice",
+    "ulysses": "layout.ulysses-slice",
+    "flatten": "layout.flatten-order",
+    "complete": "layout.final-row",
+    "unpad": "layout.unpadding",
+    "merge": "layout.merge",
+    "select": "layout.layer-map",
+    "stage_layers": "layout.stages",
+    "schedule": "layout.schedule",
+}
+"""Functions whose result the canary spoils by turning it round by one place, and the check that must see it."""
+
+
+def _canary(trace: Trace) -> Canary:
+    """Turn the rows that one sound call returned by one place: its check must see it."""
+    registry = default_registry()
+    for event in trace.events:
+        if not isinstance(event, Laid) or event.function not in _CANARIES or not event.out or "defect" in event.given:
+            continue
+        alone = Registry([registry[_CANARIES[event.function]]])
+        spoiled = replace(event, out=(*event.out[:-1], np.roll(event.out[-1], 1, axis=0) if event.out[-1].ndim else event.out[-1] + 1))
+        before = judge(replace(trace, events=(event,)), alone).results[0]
+        if before.found or not sum(before.exercised.values()) or np.array_equal(event.out[-1], spoiled.out[-1]):
+            continue
+        red = judge(replace(trace, events=(spoiled,)), alone).results[0].found > 0
+        reason = "" if red else f"{before.id} did not see it: this run cannot be trusted; please report it"
+        return Canary(planted=f"what {event.function} returned, turned by one place", expected_by=before.id, red=red, reason=reason)
+    return Canary(planted=None, expected_by=None, red=False, reason="no sound call was fit for planting a fault")

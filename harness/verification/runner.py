@@ -1,0 +1,328 @@
+"""Runner: runs one case against a fresh subject on the virtual clock, and gives the trace of what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rollproof.core.case import Case
+from rollproof.core.contract import Contract
+from rollproof.core.error_text import told, told_with_place
+from rollproof.core.record_validation import ARRAYS, sound_rollout
+from rollproof.core.records import Request, Rollout
+from rollproof.core.subjects import SubjectFactory
+from rollproof.core.trace import Event, Gauge, Header, Recorder, Result, Submit, Trace
+from rollproof.errors import SubjectError
+from rollproof.fakes.engine.fleet import CURRENT_REQUEST, Fleet
+from rollproof.simulation import virtual_loop
+from rollproof.simulation.exception_policy import blame, pass_on
+from rollproof.simulation.mutation_guard import WATCH, Watch
+from rollproof.simulation.watchdog import limit
+from rollproof.store.values import show
+
+__all__ = ["idle_contracts", "name_of", "run_case"]
+
+_JUMPS = 100_000
+"""How often time may pass in one case: ten times what polling once a second up to the deadline needs."""
+_METHODS = ("start", "rollout", "update_weights", "to_record", "stop")
+
+
+def run_case(
+    factory: SubjectFactory,
+    case: Case,
+    *,
+    name: str = "",
+    profile: str = "",
+    recipe: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Run ``case`` against ``factory()`` and return its trace.
+
+    What the subject raises in ``rollout`` becomes a ``Result`` with an error, a rollout that never ends one that hung.
+    Raises ``SubjectError`` where the subject does not implement its protocol, fails to start, hands ``to_record`` something it
+    does not turn into a ``Rollout``, or needs threads, sockets or an event loop of its own.
+    """
+    run = _Run(factory, case)
+    run.through(run.main, _JUMPS)
+    header = Header(
+        subject=name or name_of(factory),
+        contract=run.contract,
+        engine=run.fleet.engine_contract,
+        seed=case.seed,
+        profile=profile,
+        coding=run.fleet.policy.to_dict(),
+        case=case.to_dict(),
+        recipe=recipe,
+    )
+    return Trace(header=header, events=run.finished_events())
+
+
+def idle_contracts(factory: SubjectFactory, case: Case) -> tuple[Contract, Contract]:
+    """Start and stop a fresh subject without asking anything of it: its contract, and that of the engines it was given."""
+    run = _Run(factory, case)
+    run.through(run.idle)
+    return run.contract, run.fleet.engine_contract
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A request's end, kept so that its arrays can be compared with what they were when the run is over."""
+
+    index: int
+    native: Any
+    rollout: Rollout
+
+
+@dataclass
+class _Run:
+    factory: SubjectFactory
+    case: Case
+    events: list[Event] = field(default_factory=list)
+    ended: list[_Ended] = field(default_factory=list)
+    later: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    pending: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    fleet: Fleet = field(init=False)
+    recorder: Recorder = field(init=False)
+    subject: Any = field(init=False, default=None)
+    started: bool = field(init=False, default=False)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.factory)
+
+    @property
+    def contract(self) -> Contract:
+        try:
+            contract = getattr(self.subject, "contract", None)
+        except BaseException as error:
+            pass_on(error)
+            raise SubjectError(f"{self.name}.contract raised {told(error)}.") from error
+        if not isinstance(contract, Contract):
+            raise SubjectError(f"{self.name} must have a `contract` of type Contract after start, not {show(contract)}.")
+        return contract
+
+    def through(self, work: Callable[[], Coroutine[Any, Any, None]], jumps: int | None = None) -> None:
+        """Run ``work`` on a virtual clock. What reaches its end without passing through a method was raised in a task of the subject's."""
+        try:
+            virtual_loop.run(work, jumps, seconds=limit())
+        except virtual_loop.Stalled as stall:
+            self.stalled(stall)
+        except SystemExit as error:
+            blame(error, f"A task or a callback of {self.name}")
+        except asyncio.CancelledError as error:
+            raise SubjectError(
+                f"{self.name} cancels tasks that it did not start (all those of the event loop?): cancel only its own, "
+                "so that the caller of a rollout is not cancelled with it."
+            ) from error
+
+    async def start(self) -> None:
+        """Make fleet and subject. An ill-typed contract is refused before anything runs."""
+        self.recorder = Recorder(asyncio.get_running_loop().time)
+        self.fleet = Fleet(self.case, self.recorder)
+        self.subject = self._make()
+        await self._bounded("start", self.fleet)
+        assert self.contract
+        self.fleet.set_updater(self._update)
+        self.started = True
+
+    async def idle(self) -> None:
+        """Start and stop."""
+        await self.start()
+        await self._bounded("stop")
+
+    async def _bounded(self, method: str, *args: Any) -> None:
+        """``start`` or ``stop``, up to the case's deadline."""
+        where = f"{self.name}.{method}"
+        limit = asyncio.timeout(self.case.deadline)
+        try:
+            async with limit:
+                await _maybe(getattr(self.subject, method)(*args))
+        except BaseException as error:
+            if limit.expired():
+                raise SubjectError(
+                    f"{self.name}: `{method}` never ended: the virtual deadline of {self.case.deadline:g} s passed."
+                ) from None
+            blame(error, where)
+            raise SubjectError(f"{where} raised {told(error)}.") from error
+
+    async def main(self) -> None:
+        """The whole run."""
+        await self.start()
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, virtual_loop.VirtualLoop)
+        await self._gauge("start")
+        tasks = []
+        for i, request in enumerate(self.case.requests):
+            task = loop.create_task(self._one(request, self.case.arrivals[i] if self.case.arrivals else 0.0))
+            self.pending[request.request_id] = task
+            tasks.append(task)
+        done, hung = await asyncio.wait(tasks, timeout=self.case.deadline)
+        # where the deadline was the last timer, no polling was cut short: time passed in a single jump
+        why = virtual_loop.DEADLOCK if loop.idle else f"the virtual deadline of {self.case.deadline:g} s passed"
+        for task in done:
+            if not task.cancelled():  # by the subject, which then left its request open: a hang
+                task.result()
+        for request_id in list(self.pending):
+            self.fleet.raise_error()
+            self._hung(request_id, why)
+        if not hung:
+            await self._wind_down()
+        await self._look_again()
+
+    def stalled(self, stall: virtual_loop.Stalled) -> None:
+        """The loop cannot go on: every rollout that has not ended hangs."""
+        why = str(stall)
+        if not self.started:
+            raise SubjectError(f"{self.name}: `start` never ended: {why}.")
+        told = any(isinstance(event, Result) and event.hung and event.error == why for event in self.recorder.events)
+        if isinstance(stall, virtual_loop.Stuck) and not self.pending and not told:
+            raise SubjectError(f"{self.name}, when its rollouts had ended: {why}.")
+        self.fleet.raise_error()  # it may be why nothing goes on
+        submitted = {event.request.request_id for event in self.recorder.events if isinstance(event, Submit)}
+        for request_id in [name for name in self.pending if name in submitted]:
+            self._hung(request_id, why, awaits=not isinstance(stall, virtual_loop.Stuck))
+
+    def finished_events(self) -> tuple[Event, ...]:
+        """All events; results whose arrays changed after they were handed over say so."""
+        events = list(self.recorder.events)
+        for index, names in self.later.items():
+            event = events[index]
+            assert isinstance(event, Result)
+            events[index] = replace(event, later_changed=names)
+        return tuple(events)
+
+    def _make(self) -> Any:
+        try:
+            subject = self.factory()
+        except BaseException as error:  # whatever a user's constructor raises, told in our words
+            blame(error, f"The constructor of {self.name}")
+            raise SubjectError(f"{self.name} could not be made: {told(error)}.") from error
+        missing = [name for name in _METHODS if not callable(getattr(subject, name, None))]
+        if missing:
+            raise SubjectError(
+                f"{self.name} made a {type(subject).__name__} without {missing}: a RolloutSubject has {list(_METHODS)} and a `contract`."
+            )
+        return subject
+
+    async def _one(self, request: Request, arrival: float) -> None:
+        await asyncio.sleep(arrival)
+        watch = Watch()
+        WATCH.set(watch)
+        CURRENT_REQUEST.set(request.request_id)
+        self.recorder.record(Submit(request=request))
+        given = watch.lend("request", {"sampling": dict(request.sampling)})
+        asked = replace(request, sampling=given["sampling"])
+        try:
+            native = await _maybe(self.subject.rollout(asked))
+        except BaseException as error:  # noqa: BLE001 - what the stack raises is an outcome to be judged
+            blame(error, f"{self.name}.rollout")
+            self._end(request, error=told_with_place(error), watch=watch)
+            return
+        if native is None:
+            self._end(request, watch=watch)
+            return
+        self._end(request, watch=watch, rollout=await self._record_of(native, request), native=native)
+
+    def _end(self, request: Request, *, watch: Watch, rollout: Rollout | None = None, error: str | None = None, native: Any = None) -> None:
+        self.pending.pop(request.request_id, None)
+        why = self._given_up()
+        if why is not None:  # it handled the exception that ended its step: what it did then is no outcome of its own
+            self.recorder.record(Result(request_id=request.request_id, hung=True, error=why))
+            return
+        event = self.recorder.record(
+            Result(request_id=request.request_id, rollout=rollout, error=error, caller_changed=watch.changed()),
+        )
+        if rollout is not None:
+            self.ended.append(_Ended(event.index, native, rollout))
+
+    @staticmethod
+    def _given_up() -> str | None:
+        """Why a step of this run was given up; ``None`` where none was."""
+        loop = asyncio.get_running_loop()
+        return loop.watchdog.told if isinstance(loop, virtual_loop.VirtualLoop) and loop.watchdog is not None else None
+
+    async def _record_of(self, native: Any, request: Request) -> Rollout:
+        where = f"{self.name}.to_record"
+        try:
+            rollout = await _maybe(self.subject.to_record(native))
+        except SubjectError as error:  # of the helpers in ``rollproof.core.records``
+            raise SubjectError(f"{where}: {error}") from error
+        except BaseException as error:  # the adapter is the user's own code: tell which method failed on what
+            blame(error, where)
+            raise SubjectError(f"{where} raised {told(error)} on {type(native).__name__}.") from error
+        rollout = sound_rollout(rollout, where)
+        # an id that no request has is the stack's own affair; that of another one is kept, for stitch.request-id to judge
+        theirs = any(other.request_id == rollout.request_id for other in self.case.requests)
+        return rollout if theirs else replace(rollout, request_id=request.request_id)
+
+    async def _update(self, version: int | None) -> None:
+        try:
+            await _maybe(self.subject.update_weights(version))
+        except BaseException as error:
+            blame(error, f"{self.name}.update_weights")
+            raise
+
+    def _hung(self, request_id: str, why: str, *, awaits: bool = True) -> None:
+        task = self.pending.pop(request_id)
+        if task.done() and not task.cancelled():
+            task.exception()  # that of a step that was given up, which `why` tells
+        place = f"; it awaits {virtual_loop.describe_wait(task)}" if awaits else ""
+        self.recorder.record(Result(request_id=request_id, hung=True, error=f"{why}{place}"))
+
+    async def _wind_down(self) -> None:
+        await self.fleet.settle()
+        await self._bounded("stop")
+        await asyncio.sleep(0)
+        await self.fleet.settle()
+        await self._gauge("end")
+
+    async def _look_again(self) -> None:
+        """Compare what was handed over with what it is now: arrays that alias an engine's memory have changed."""
+        for ended in self.ended:
+            try:
+                now = await _maybe(self.subject.to_record(ended.native))
+            except SubjectError:
+                continue
+            except BaseException as error:  # noqa: BLE001 - a stack may free what it handed over: then there is nothing to compare
+                pass_on(error)
+                continue
+            names = tuple(name for name in ARRAYS if not _equal(getattr(ended.rollout, name), getattr(now, name, None)))
+            if names:
+                self.later[ended.index] = names
+
+    async def _gauge(self, phase: str) -> None:
+        gauges = dict(self.fleet.gauges())
+        own: Any = getattr(self.subject, "gauges", None)
+        try:
+            if own is not None:
+                gauges.update(await _maybe(own()))
+            read = [(str(name), float(value)) for name, value in sorted(gauges.items())]
+        except BaseException as error:
+            blame(error, f"{self.name}.gauges")
+            raise SubjectError(f"{self.name}.gauges must return a mapping of names to numbers, and raised {told(error)}.") from error
+        for name, value in read:
+            self.recorder.record(Gauge(name=name, value=value, phase=phase))
+
+
+async def _maybe(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    if not isinstance(b, np.ndarray):  # no array any more: nothing that could be compared
+        return True
+    return a.shape == b.shape and bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+
+
+def name_of(factory: SubjectFactory) -> str:
+    """How errors call a subject: ``module:name`` of where its factory was defined."""
+    module = inspect.getmodule(factory)
+    name = getattr(factory, "__qualname__", type(factory).__name__)
+    return f"{module.__name__}:{name}" if module is not None else name

@@ -1,0 +1,33 @@
+"""Schedules: the small scope exhausted, the large one sampled, and profiles that say how much of each.
+
+Hypothesis is imported by ``strategies`` and ``machine`` only, which are not imported here.
+"""
+
+from __future__ import annotations
+
+from rollproof.verification.schedules.drawing import Limits, random_cases
+from rollproof.verification.schedules.exhaustive import (
+    LATER_REQUEST,
+    PAUSE_MODES,
+    Scope,
+    modes_for,
+    scope_families,
+    scope_size,
+    small_scope,
+)
+from rollproof.verification.schedules.profiles import PROFILES, Profile, profile_named
+
+__all__ = [
+    "LATER_REQUEST",
+    "PAUSE_MODES",
+    "PROFILES",
+    "Limits",
+    "Profile",
+    "Scope",
+    "modes_for",
+    "profile_named",
+    "random_cases",
+    "scope_families",
+    "scope_size",
+    "small_scope",
+]

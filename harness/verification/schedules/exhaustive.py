@@ -1,0 +1,358 @@
+"""Exhaustive schedules: every abort and weight sync that can befall one short request, enumerated.
+
+Faults of resuming are faults of small numbers: an abort before the first token, on the last one, twice at the same
+place, across a weight version. So the small scope is exhausted first, and only beyond it schedules are drawn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement, product
+from typing import TypeAlias
+
+from rollproof.core.case import Action, ActionKind, Case, EngineOptions, Model, Trigger
+from rollproof.core.contract import Contract, ResumeBy
+from rollproof.core.records import Request
+from rollproof.core.trace import PauseMode
+from rollproof.errors import UsageError
+from rollproof.fakes.engine.flavours import flavour_named
+
+__all__ = ["LATER_REQUEST", "PAUSE_MODES", "Scope", "modes_for", "scope_families", "scope_size", "small_scope"]
+
+PAUSE_MODES: Mapping[ResumeBy, tuple[PauseMode, ...]] = {
+    ResumeBy.CLIENT: (PauseMode.ABORT, PauseMode.WAIT),
+    ResumeBy.ENGINE: (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE, PauseMode.WAIT),
+    ResumeBy.NONE: (PauseMode.WAIT, PauseMode.ABORT),
+}
+"""The pauses under which a subject can keep its promises, by who resumes."""
+
+_PROMPT = (11, 12, 13, 14)
+_LATER = 10
+"""The first token of a second prompt, which is no continuation of the first one's."""
+_ANSWERS = ((201, 202), (203,))
+_UPDATES = (ActionKind.SYNC, ActionKind.SYNC_UNLABELLED, ActionKind.SYNC_IDENTITY, ActionKind.RELABEL)
+_REQUEST = "r0"
+_SERVERS = ("s0", "s1")
+LATER_REQUEST = "a later request"
+"""The name of the family in which a second request waits while the weights change."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """Bounds of the exhaustive enumeration.
+
+    ``prompt`` and ``response`` are the longest prompt and budget in tokens, ``actions`` the most aborts and syncs of a
+    schedule, ``versions`` the most weight versions that it can see (one more than its syncs). ``side_actions`` and
+    ``side_response`` bound the pause modes after the first and the side families. Raises ``UsageError`` on bounds
+    outside what enumerates in memory and time.
+    """
+
+    prompt: int = 2
+    response: int = 6
+    actions: int = 3
+    versions: int = 3
+    side_actions: int = 2
+    side_response: int = 4
+
+    def __post_init__(self) -> None:
+        limits = {
+            "prompt": (1, len(_PROMPT)),
+            "response": (1, 12),
+            "actions": (0, 5),
+            "versions": (1, 6),
+            "side_actions": (0, 5),
+            "side_response": (1, 12),
+        }
+        wrong = [
+            f"{name}={getattr(self, name)!r} must be between {low} and {high}"
+            for name, (low, high) in limits.items()
+            if not low <= getattr(self, name) <= high
+        ]
+        if wrong:
+            raise UsageError(f"This scope cannot be enumerated: {'; '.join(wrong)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """Which actions end a request for good under a contract and a pause mode, so that nothing can follow them."""
+
+    abort: bool
+    sync: bool
+
+    def last_only(self, kind: ActionKind) -> bool:
+        return self.abort if kind is ActionKind.ABORT else self.sync
+
+
+Family: TypeAlias = "Callable[[_Plan], Iterator[Case]]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What every family of the scope builds from."""
+
+    flavour: str
+    contract: Contract
+    scope: Scope
+    model: Model
+    seed: int
+    modes: tuple[PauseMode, ...]
+
+    def ends(self, mode: PauseMode) -> _Ends:
+        resume = self.contract.resume
+        dead = resume is ResumeBy.NONE or (resume is ResumeBy.ENGINE and self.contract.abort_surfaces)
+        return _Ends(abort=dead, sync=dead and mode is PauseMode.ABORT)
+
+    def case(self, prompt: int, budget: int, actions: tuple[Action, ...], mode: PauseMode, **changes: object) -> Case:
+        case = Case(
+            flavour=self.flavour,
+            requests=(Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=budget),),
+            actions=actions,
+            seed=self.seed,
+            pause_mode=mode,
+            clear_cache=mode is not PauseMode.IN_PLACE,
+            model=self.model,
+        )
+        return replace(case, **changes) if changes else case  # type: ignore[arg-type]
+
+    @property
+    def side(self) -> tuple[int, int]:
+        """Prompt length and budget of the side families, in tokens."""
+        return self.scope.prompt, min(self.scope.response, self.scope.side_response)
+
+    def side_schedules(self, budget: int, mode: PauseMode) -> Iterator[tuple[Action, ...]]:
+        return _schedules(budget, min(self.scope.actions, self.scope.side_actions), self.scope.versions - 1, self.ends(mode))
+
+
+def modes_for(flavour: str, contract: Contract) -> tuple[PauseMode, ...]:
+    """The pause modes to try: those of ``PAUSE_MODES`` that the engine offers; the first is enumerated in full.
+
+    Where the engine offers none of them, the first of ``PAUSE_MODES``, which the fake engine has all the same.
+    """
+    wanted = PAUSE_MODES[contract.resume]
+    return tuple(mode for mode in wanted if mode in flavour_named(flavour).pause_modes) or wanted[:1]
+
+
+def small_scope(
+    flavour: str,
+    contract: Contract,
+    *,
+    scope: Scope | None = None,
+    model: Model | None = None,
+    seed: int = 0,
+    modes: tuple[PauseMode, ...] | None = None,
+) -> Iterator[Case]:
+    """Every schedule of the small scope for one request under ``contract``, without repetition, small ones first.
+
+    Complete for the first pause mode (of ``modes``, by default ``modes_for``): prompts
+    of 1 to ``scope.prompt`` tokens, budgets of 1 to ``scope.response``, and every *sequence* of up to ``scope.actions``
+    aborts and weight syncs (at most ``scope.versions`` - 1 of them) at every multiset of token counts from 0 (before the
+    first token) to the budget, on the last token both before the engine ends the call (race) and after. For each
+    further mode the same, with at least one sync and at most ``scope.side_actions`` actions. Two schedules count as one
+    only where nothing can tell them apart: after an action on the last token no call remains for another to hit, and
+    after an action that ends the request for good (an abort where nobody resumes) nothing does.
+
+    Around it, with up to ``scope.side_actions`` actions and one budget, side families: prefix cache, chunked prefill,
+    an end of sequence before the budget, the budget given as a limit, several servers, actions on queued calls, every
+    other kind of action at every token, partial rollout off, a later request that an update finds waiting and, where the
+    contract is multi-turn, turns of the environment. ``scope_size`` tells how many cases each holds.
+    """
+    for _, cases in scope_families(flavour, contract, scope=scope, model=model, seed=seed, modes=modes):
+        yield from cases
+
+
+def scope_families(
+    flavour: str,
+    contract: Contract,
+    *,
+    scope: Scope | None = None,
+    model: Model | None = None,
+    seed: int = 0,
+    modes: tuple[PauseMode, ...] | None = None,
+) -> Iterator[tuple[str, Iterator[Case]]]:
+    """The families of ``small_scope`` by name, each with its cases. Raises ``UsageError`` where no pause mode is left."""
+    chosen = modes_for(flavour, contract) if modes is None else modes
+    if not chosen:
+        raise UsageError(f"No pause mode to enumerate for {flavour!r}: give at least one of {[str(mode) for mode in PauseMode]}.")
+    plan = _Plan(flavour, contract, scope or Scope(), model or Model(), seed, chosen)
+    for name, family in _FAMILIES.items():
+        yield name, family(plan)
+
+
+def scope_size(
+    flavour: str,
+    contract: Contract,
+    *,
+    scope: Scope | None = None,
+    modes: tuple[PauseMode, ...] | None = None,
+) -> dict[str, int]:
+    """How many cases each family of ``small_scope`` holds, by name, and their ``total``."""
+    counts = Counter({name: sum(1 for _ in cases) for name, cases in scope_families(flavour, contract, scope=scope, modes=modes)})
+    return {**counts, "total": counts.total()}
+
+
+def _schedules(budget: int, most: int, syncs: int, ends: _Ends) -> Iterator[tuple[Action, ...]]:
+    """Every sequence of at most ``most`` aborts and syncs within ``budget`` tokens, by length, then by place."""
+    last = [_act(kind, budget, race=race) for race in (True, False) for kind in (ActionKind.ABORT, ActionKind.SYNC)]
+    for count in range(most + 1):
+        for head in _heads(budget, count, syncs, ends):
+            yield head
+        if count:
+            for head in _heads(budget, count - 1, syncs, ends):
+                if head and ends.last_only(head[-1].do):
+                    continue
+                yield from ((*head, action) for action in last if _syncs(head) + (action.do is ActionKind.SYNC) <= syncs)
+
+
+def _heads(budget: int, count: int, syncs: int, ends: _Ends) -> Iterator[tuple[Action, ...]]:
+    """Sequences of exactly ``count`` actions, all before the last token."""
+    for places in combinations_with_replacement(range(budget), count):
+        for kinds in product((ActionKind.ABORT, ActionKind.SYNC), repeat=count):
+            if kinds.count(ActionKind.SYNC) <= syncs and not any(ends.last_only(kind) for kind in kinds[:-1]):
+                yield tuple(_act(kind, place) for kind, place in zip(kinds, places, strict=True))
+
+
+def _act(kind: ActionKind, tokens: int, *, race: bool = False, queued: bool = False, server: str | None = None) -> Action:
+    return Action(when=Trigger(request=_REQUEST, tokens=tokens, race=race, queued=queued), do=kind, server=server)
+
+
+def _syncs(actions: tuple[Action, ...]) -> int:
+    return sum(action.do is ActionKind.SYNC for action in actions)
+
+
+def _core(plan: _Plan) -> Iterator[Case]:
+    mode = plan.modes[0]
+    for budget in range(1, plan.scope.response + 1):
+        for prompt in range(1, plan.scope.prompt + 1):
+            for actions in _schedules(budget, plan.scope.actions, plan.scope.versions - 1, plan.ends(mode)):
+                yield plan.case(prompt, budget, actions, mode)
+
+
+def _other_modes(plan: _Plan) -> Iterator[Case]:
+    for mode in plan.modes[1:]:
+        for budget in range(1, plan.scope.response + 1):
+            for prompt in range(1, plan.scope.prompt + 1):
+                for actions in plan.side_schedules(budget, mode):
+                    if _syncs(actions):
+                        yield plan.case(prompt, budget, actions, mode)
+
+
+def _prefix_cache(plan: _Plan) -> Iterator[Case]:
+    prompt, budget = plan.side
+    cached = EngineOptions(prefix_cache=True)
+    for mode in plan.modes:
+        for clear in (True, False):
+            for actions in plan.side_schedules(budget, mode):
+                if actions and (clear or _syncs(actions)):
+                    yield plan.case(prompt, budget, actions, mode, engine=cached, clear_cache=clear)
+
+
+def _chunked(plan: _Plan) -> Iterator[Case]:
+    prompt, budget = plan.side
+    chunked = EngineOptions(prefill_chunk=1)
+    for actions in plan.side_schedules(budget, plan.modes[0]):
+        yield plan.case(prompt, budget, actions, plan.modes[0], engine=chunked)
+
+
+def _early_end(plan: _Plan) -> Iterator[Case]:
+    prompt, budget = plan.side
+    ending = replace(plan.model, eos_every=2)
+    kinds = (ActionKind.ABORT, ActionKind.SYNC)
+    one = [(_act(kind, tokens, race=race),) for tokens in range(1, budget) for race in (True, False) for kind in kinds]
+    for seed in range(8):
+        for actions in [(), *one]:
+            yield plan.case(prompt, budget, actions, plan.modes[0], model=ending, seed=plan.seed + seed)
+
+
+def _limited(plan: _Plan) -> Iterator[Case]:
+    prompt, budget = plan.side
+    for stated in (None, budget + 3):
+        request = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=stated, limit=budget)
+        for actions in plan.side_schedules(budget, plan.modes[0]):
+            yield plan.case(prompt, budget, actions, plan.modes[0], requests=(request,))
+
+
+def _servers(plan: _Plan) -> Iterator[Case]:
+    prompt, budget = plan.side
+    for servers in (2, 3):
+        for actions in plan.side_schedules(budget, plan.modes[0]):
+            if actions:
+                yield plan.case(prompt, budget, actions, plan.modes[0], servers=servers)
+
+
+def _queued(plan: _Plan) -> Iterator[Case]:
+    """The first call is hit while it queues, or a call is aborted and its successor is hit while it queues."""
+    prompt, budget = plan.side
+    mode = plan.modes[0]
+    for kind in (ActionKind.ABORT, ActionKind.SYNC):
+        yield plan.case(prompt, budget, (_act(kind, 0, queued=True),), mode)
+        if not plan.ends(mode).abort:
+            for tokens in range(1, budget):
+                yield plan.case(prompt, budget, (_act(ActionKind.ABORT, tokens), _act(kind, tokens, queued=True)), mode)
+
+
+def _kinds(plan: _Plan) -> Iterator[Case]:
+    prompt, budget = plan.side
+    for kind in ActionKind:
+        if kind in (ActionKind.ABORT, ActionKind.SYNC):
+            continue
+        servers = _SERVERS if kind is ActionKind.SKEW else (None,)
+        for server, tokens in product(servers, range(budget)):
+            yield plan.case(prompt, budget, (_act(kind, tokens, server=server),), plan.modes[0], servers=len(_SERVERS))
+
+
+def _partial_off(plan: _Plan) -> Iterator[Case]:
+    if plan.contract.partial_off is None:
+        return
+    prompt, budget = plan.side
+    for actions in _schedules(budget, min(1, plan.scope.actions), plan.scope.versions - 1, _Ends(abort=True, sync=True)):
+        yield plan.case(prompt, budget, actions, plan.modes[0], partial=False)
+
+
+def _later_request(plan: _Plan) -> Iterator[Case]:
+    """A second request waits while the weights change, so that even a stack which resumes nothing is served by the new ones.
+
+    It queues behind the first where the pause drains; where the pause aborts what queues, it arrives during the update.
+    """
+    prompt, budget = plan.side
+    first = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=budget)
+    requests = (first, Request(request_id="r1", prompt_ids=(_LATER, *_PROMPT), max_tokens=budget))
+    one = EngineOptions(max_batch=1)
+    for mode in plan.modes[:2]:
+        for kind, tokens in product(_UPDATES, range(budget)):
+            arrival = tokens + 0.5 if mode is PauseMode.ABORT else 0.0
+            changes = {"requests": requests, "arrivals": (0.0, arrival), "engine": one}
+            yield plan.case(prompt, budget, (_act(kind, tokens),), mode, **changes)
+
+
+def _turns(plan: _Plan) -> Iterator[Case]:
+    """The policy ends its turns early, the environment answers twice, and one abort or sync hits any turn, running or queued."""
+    if not plan.contract.multi_turn:
+        return
+    prompt, budget = plan.side
+    room = budget + sum(map(len, _ANSWERS))
+    request = Request(request_id=_REQUEST, prompt_ids=_PROMPT[:prompt], max_tokens=room, turns=_ANSWERS)
+    ending = replace(plan.model, eos_every=2)
+    kinds = (ActionKind.ABORT, ActionKind.SYNC)
+    hits = product(kinds, range(1, budget + 1), ((False, False), (True, False), (False, True)))
+    one = [(_act(kind, tokens, race=race, queued=queued),) for kind, tokens, (race, queued) in hits]
+    for seed in range(8):
+        for actions in [(), *one]:
+            yield plan.case(prompt, room, actions, plan.modes[0], requests=(request,), model=ending, seed=plan.seed + seed)
+
+
+_FAMILIES: Mapping[str, Family] = {
+    "aborts and syncs": _core,
+    "other pause modes": _other_modes,
+    "prefix cache": _prefix_cache,
+    "chunked prefill": _chunked,
+    "early end": _early_end,
+    "budget as a limit": _limited,
+    "several servers": _servers,
+    "queued calls": _queued,
+    "every kind of action": _kinds,
+    "partial rollout off": _partial_off,
+    LATER_REQUEST: _later_request,
+    "turns of the environment": _turns,
+}

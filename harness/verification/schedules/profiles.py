@@ -1,0 +1,74 @@
+"""Profiles: how much is tried, and whether every run tries the same."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollproof.errors import UsageError
+from rollproof.verification.schedules.exhaustive import Scope
+
+__all__ = ["PROFILES", "Profile", "profile_named"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """How much of each kind of schedule a run tries.
+
+    ``scope`` bounds the exhaustive part, ``random_cases`` counts the seeded random cases behind it; ``max_examples``
+    and ``steps`` are those of Hypothesis tests and state machines. ``seed`` is that of a run which is given none;
+    ``None`` draws a fresh one each time, which the report then names.
+    """
+
+    name: str
+    scope: Scope = field(default_factory=Scope)
+    random_cases: int
+    max_examples: int
+    steps: int
+    seed: int | None = None
+
+    def seed_for(self, given: int | None) -> int:
+        """``given``, else the seed of this profile, else a fresh one in 0 .. 2**31 - 1. Raises ``UsageError`` outside 0 .. 2**63 - 1."""
+        if given is not None and (isinstance(given, bool) or not 0 <= given < 2**63):
+            raise UsageError(f"seed={given!r} must be a whole number >= 0, below 2**63; a report names the seed that repeats its run.")
+        if given is not None:
+            return given
+        return secrets.randbelow(2**31) if self.seed is None else self.seed
+
+
+PROFILES: Mapping[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            name="pr",
+            scope=Scope(response=4, actions=2, side_actions=1, side_response=3),
+            random_cases=100,
+            max_examples=50,
+            steps=20,
+            seed=0,
+        ),
+        Profile(name="nightly", random_cases=2_000, max_examples=1_000, steps=50),
+        Profile(
+            name="soak",
+            scope=Scope(response=7, actions=3, side_actions=3, side_response=5),
+            random_cases=50_000,
+            max_examples=20_000,
+            steps=100,
+        ),
+    )
+}
+"""``pr``: seconds, the same cases every time. ``nightly``: the whole small scope, fresh seeds. ``soak``: hours.
+
+What ``pr`` covers of a subject: on every flavour up to two aborts and syncs within four tokens, up to one in the side families, each of
+them once where several become equal under the contract; and a hundred random cases over all flavours. ``rollproof verify`` without a
+subject runs so the references on one flavour each, in turn, and one case in 25 on the others.
+"""
+
+
+def profile_named(name: str) -> Profile:
+    """The profile called ``name``. Raises ``UsageError``, which lists the valid ones."""
+    try:
+        return PROFILES[name]
+    except (KeyError, TypeError):
+        raise UsageError(f"No profile is named {name!r}; choose one of {list(PROFILES)}.") from None

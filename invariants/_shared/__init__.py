@@ -1,0 +1,3 @@
+"""Shared parts of the checks."""
+
+from __future__ import annotations

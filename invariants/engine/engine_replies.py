@@ -1,0 +1,327 @@
+"""Engine replies: their parts are as declared, however a call ends (ids ``engine.*``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollproof.core.contract import Contract, Rows, Versions
+from rollproof.core.engine_contract import EngineTerms, Refusal, ReplyKey, RoutesSwitch, StreamMode
+from rollproof.core.records import EngineOutput, FinishReason, IntArray
+from rollproof.core.trace import Call, Chunk, Reference, Reply, Weights
+from rollproof.invariants._shared.phrases import count
+from rollproof.invariants.engine.independent_forward import NEAR_TIE, TOLERANCE, PerReply, captured_rows, moe_rows, readable
+from rollproof.invariants.routes.route_phrases import has_routes
+from rollproof.judging.checks import Check, Collector, trace_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.judge import JudgeContext
+
+__all__ = ["CHECKS", "refusal_of"]
+
+
+def refusal_of(terms: EngineTerms, call: Call) -> Refusal | None:
+    """How an engine of these terms answers a call that it cannot serve; ``None`` for one that it must serve."""
+    if not call.prompt_ids:
+        return terms.empty_prompt
+    if call.max_tokens is not None and call.max_tokens < 1:
+        return terms.zero_budget
+    if len(call.prompt_ids) >= terms.max_length:
+        return Refusal.ERROR
+    return terms.bad_start if call.routes_start > len(call.prompt_ids) else None
+
+
+class _Served(PerReply):
+    """Shows the replies to calls that can be served."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        assert self.contract.engine is not None
+        self.terms: EngineTerms = self.contract.engine
+
+    def judge(self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector) -> None:
+        if refusal_of(self.terms, call) in (None, Refusal.IGNORED):
+            self.look(call, reply, out)
+
+    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+        """Judge one reply."""
+        raise NotImplementedError(f"{type(self).__name__} must look at the replies that it is shown")
+
+
+class _RowCount(_Served):
+    """Of N tokens of prompt and response the last was never forwarded, however the call ended."""
+
+    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+        output = reply.output
+        if output.routes is None or not output.token_ids:
+            return
+        aborted = output.finish_reason is FinishReason.ABORT
+        out.exercised("rows of aborted calls" if aborted else "rows of finished calls")
+        total = len(call.prompt_ids) + len(output.token_ids) - output.routes_start
+        want = total if self.contract.rows is Rows.ALL else total - 1
+        if len(output.routes) != want:
+            out.finding(
+                "a reply has another number of rows than tokens were forwarded",
+                expected=f"{count(want, 'row')}: {len(call.prompt_ids)} prompt + {len(output.token_ids)} sampled tokens"
+                f"{'' if self.contract.rows is Rows.ALL else ' - 1'}{f' - {output.routes_start} (offset)' if output.routes_start else ''}",
+                observed=f"{count(len(output.routes), 'row')}, in a reply that ended by {output.finish_reason}",
+                where={"call": reply.call_id, "server": call.server_id},
+                hint="Rows of a step that was thrown away were kept, or those of the last step were dropped: an abort between forward and "
+                "sampling, async scheduling (vLLM #39917), or an offset that the engine ignores.",
+            )
+
+
+class _Keys(_Served):
+    """Which parts a reply has depends on how far its call had come."""
+
+    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+        output = reply.output
+        aborted = output.finish_reason is FinishReason.ABORT
+        allowed = [self.terms.keys_aborted if aborted else self.terms.keys_finished]
+        stage = "aborted after a token" if aborted else "ended by itself"
+        if not output.token_ids:
+            if not aborted:
+                return
+            allowed, stage = [self.terms.keys_early, self.terms.keys_queued], "aborted before the first token"
+        out.exercised(f"replies that {stage}" if not aborted else f"replies {stage}")
+        shown = {
+            ReplyKey.LOGPROBS: output.logprobs is not None,
+            ReplyKey.ROUTES: output.routes is not None,
+            ReplyKey.SPANS: bool(output.spans),
+            ReplyKey.CACHED: output.cached_tokens is not None,
+        }
+        judged = set(ReplyKey)
+        judged -= set() if call.want_logprobs else {ReplyKey.LOGPROBS}
+        asked = self.contract.has_routes and (call.want_routes or self.terms.routes_switch is RoutesSwitch.ENGINE)
+        judged -= set() if asked else {ReplyKey.ROUTES}
+        has = {key for key in judged if shown[key]}
+        if not any(has == judged & set(keys) for keys in allowed):
+            wanted = " or ".join(sorted({", ".join(sorted(judged & set(keys))) or "nothing" for keys in allowed}))
+            out.finding(
+                "a reply has other parts than the engine declares",
+                expected=f"{wanted}, of a call that {stage if not aborted else f'was {stage}'}",
+                observed=", ".join(sorted(has)) or "nothing",
+                where={"call": reply.call_id, "server": call.server_id},
+                hint="Engines end calls in several places (running, preempted, queued), and each builds its reply anew: a consumer that"
+                " reads a part unconditionally breaks on the other path (SGLang #11673, #11093; vime#49).",
+            )
+
+
+class _Spans(_Served):
+    """Spans are contiguous from 0, differ from one to the next, and cover the tokens."""
+
+    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+        spans, length = reply.output.spans, len(reply.output.token_ids)
+        if not spans or not length:
+            return
+        out.exercised("replies with spans")
+        starts = [0, *(span.end for span in spans)]
+        broken = any(span.start != start for span, start in zip(spans, starts, strict=False)) or starts[-1] != length
+        twice = any(a.version == b.version for a, b in pairwise(spans))
+        if broken or twice or any(span.end <= span.start for span in spans):
+            out.finding(
+                "version spans do not cover the tokens one after the other",
+                expected=f"spans from 0 to {length}, each beginning where the one before ends, under another version",
+                observed=", ".join(f"{span.version}: {span.start}-{span.end}" for span in spans),
+                where={"call": reply.call_id, "server": call.server_id},
+                hint="Spans are built from positions noted at updates: an update between two, a retraction, tokens cut at a stop.",
+            )
+
+
+class _OptIn(_Served):
+    """Routes are large: who did not ask must not pay, unless the engine is all or nothing."""
+
+    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+        if not reply.output.token_ids:
+            return
+        out.exercised("calls that ask" if call.want_routes else "calls that do not ask")
+        wanted = call.want_routes or self.terms.routes_switch is RoutesSwitch.ENGINE
+        if (reply.output.routes is not None) != wanted:
+            out.finding(
+                "routes were returned to a call that did not ask" if not wanted else "a call that asked for routes got none",
+                expected=f"{'routes' if wanted else 'no routes'}: the engine declares routes_switch='{self.terms.routes_switch}'",
+                observed="no routes" if wanted else f"rows of shape {reply.output.routes.shape if reply.output.routes is not None else ()}",
+                where={"call": reply.call_id, "server": call.server_id},
+                hint="In a mixed batch the flag of one request was applied to all, or to none (slime #1909).",
+            )
+
+
+class _Stream(_Served):
+    """What a caller puts together of the pieces is the reply."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._chunks: dict[int, list[Chunk]] = {}
+
+    def on_chunk(self, event: Chunk, out: Collector) -> None:
+        """Keep the pieces until the reply is there."""
+        self._chunks.setdefault(event.call_id, []).append(event)
+
+    def look(self, call: Call, reply: Reply, out: Collector) -> None:
+        chunks = self._chunks.pop(reply.call_id, [])
+        if not chunks or call.stream in (None, StreamMode.FINAL):
+            return
+        out.exercised(f"{call.stream} streams")
+        tokens: tuple[int, ...] = ()
+        problem = ""
+        for chunk in chunks:
+            if call.stream is StreamMode.CUMULATIVE and chunk.token_ids[: len(tokens)] != tokens:
+                problem = problem or "a chunk does not continue the one before it"
+            tokens = chunk.token_ids if call.stream is StreamMode.CUMULATIVE else tokens + chunk.token_ids
+        ends = sum(chunk.finished for chunk in chunks)
+        if tokens != reply.output.token_ids:
+            problem = problem or f"the chunks make {count(len(tokens), 'token')}: {list(tokens[-4:])} at the end"
+        if ends != 1 or not chunks[-1].finished:
+            problem = problem or f"{ends} chunks say that they are the last"
+        if any(chunk.rows is not None for chunk in chunks[:-1]):
+            problem = problem or "a chunk before the last one has routes"
+        rows = None if reply.output.routes is None else len(reply.output.routes)
+        if chunks[-1].rows != rows:
+            problem = problem or f"the last chunk has {chunks[-1].rows} rows"
+        if problem:
+            out.finding(
+                "the chunks of a stream do not make the reply",
+                expected=f"{count(len(reply.output.token_ids), 'token')}, {list(reply.output.token_ids[-4:])} at the end, and {rows} rows"
+                " on the last chunk",
+                observed=f"{problem} ({call.stream}, {len(chunks)} chunks, ended by {reply.output.finish_reason})",
+                where={"call": reply.call_id, "server": call.server_id},
+                hint="The chunk that ends an aborted call repeats or loses a token, or is missing (SGLang #34488, vLLM #22283, #47933).",
+            )
+
+
+class _Identity(PerReply):
+    """Two calls alike, an identity update between them: the later one is compared with the earlier one, layer by layer."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._before: list[tuple[Call, Reply]] = []
+        self._crossed: list[tuple[Call, Reply]] = []
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        super().on_weights(event, out)
+        if event.identity:
+            self._crossed += self._before
+        elif event.index > 0:
+            self._crossed = []
+        self._before = []
+
+    def judge(self, call: Call, reply: Reply, references: Sequence[Reference], out: Collector) -> None:
+        self._before.append((call, reply))
+        for other, earlier in self._crossed:
+            if other.prompt_ids == call.prompt_ids and other.sampling == call.sampling and other.max_tokens == call.max_tokens:
+                self._compare(call, earlier, reply, references, out)
+                return
+
+    def _compare(self, call: Call, before: Reply, after: Reply, references: Sequence[Reference], out: Collector) -> None:
+        terms = self.contract.engine
+        a, b = before.output, after.output
+        same = next(
+            (i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)) if x != y), min(len(a.token_ids), len(b.token_ids))
+        )
+        out.exercised("calls repeated after an identity update")
+        said = []
+        if terms is not None and terms.seeded and a.token_ids != b.token_ids:
+            said.append(f"token {same} of {len(a.token_ids)} is another one")
+        if a.logprobs is not None and b.logprobs is not None:
+            gap = np.abs(a.logprobs[:same] - b.logprobs[:same])
+            if len(gap) and gap.max() > TOLERANCE:
+                said.append(f"logprobs differ by up to {gap.max():.3g} nats")
+        layers = self._changed_layers(a.routes, b.routes, len(call.prompt_ids) + same - 1)
+        if layers:
+            said.append(f"rows differ in {len(layers)} of {len(self.contract.moe_layers or ())} MoE layers (layers {layers})")
+        moved = self._reordered_layers(a, b, len(call.prompt_ids) + same - 1, references)
+        if moved and not layers:
+            said.append(f"the experts of a row stand in another order, in layers {moved}")
+        if said:
+            out.finding(
+                "an update to equal weights changed what the engine returns",
+                expected="the same tokens, logprobs and rows for the same call, before and after",
+                observed="; ".join(said),
+                where={"call": after.call_id, "server": call.server_id, "index": after.index, **({"layer": layers[0]} if layers else {})},
+                hint="The load is not repeatable: weights that were packed, transposed or fused after the first load are loaded again into"
+                " buffers that are no longer used, or a second time (SGLang #14178, #15246; vLLM #48312).",
+            )
+
+    def _changed_layers(self, a: IntArray | None, b: IntArray | None, stop: int) -> list[int]:
+        if a is None or b is None:
+            return []
+        size = min(len(a), len(b), max(stop, 0))
+        differs = (np.sort(a[:size], axis=2) != np.sort(b[:size], axis=2)).any(axis=(0, 2))
+        return [self.contract.layer_of_column(int(column)) for column in np.flatnonzero(differs)]
+
+    def _reordered_layers(self, a: EngineOutput, b: EngineOutput, stop: int, references: Sequence[Reference]) -> list[int]:
+        """Layers in which the same experts stand in another order, and rounding is no reason for it: an independent forward says so."""
+        if not references or not (readable(self.contract, a) and readable(self.contract, b)) or a.routes_start != b.routes_start:
+            return []
+        first, second = (captured_rows(self.contract, output)[: max(stop - a.routes_start, 0)] for output in (a, b))
+        size = min(len(first), len(second))
+        differs = (moe_rows(self.contract, first[:size]) != moe_rows(self.contract, second[:size])).any(axis=2)
+        moe, at = list(self.contract.moe_layers or ()), slice(a.routes_start, a.routes_start + size)
+        for reference in references:
+            clear = (reference.orders[at][:, moe] >= NEAR_TIE) & (reference.margins[at][:, moe] >= NEAR_TIE)
+            differs[: len(clear)] &= clear
+        return [moe[int(column)] for column in np.flatnonzero(differs.any(axis=0))]
+
+
+def _streams(contract: Contract) -> str | None:
+    offered = contract.engine is not None and set(contract.engine.stream_modes) - {StreamMode.FINAL}
+    return None if offered else "the engine declares that it streams nothing but the whole reply"
+
+
+def _tagged(contract: Contract) -> str | None:
+    return None if contract.versions is Versions.SPAN else f"the contract declares versions='{contract.versions}', not spans"
+
+
+_REPLIES = "the replies of an engine"
+CHECKS: tuple[Check, ...] = (
+    trace_check(
+        "engine.rows",
+        promise="A reply has one row per forwarded token from its offset on, however the call ended.",
+        needs=_REPLIES + " with routes",
+        exercised_by=("rows of finished calls", "rows of aborted calls"),
+        applies=has_routes,
+        about="engines",
+    )(_RowCount),
+    trace_check(
+        "engine.parts",
+        promise="A reply has the parts that the engine declares for the way in which its call ended.",
+        needs=_REPLIES,
+        exercised_by=("replies that ended by itself", "replies aborted after a token", "replies aborted before the first token"),
+        about="engines",
+    )(_Keys),
+    trace_check(
+        "engine.spans",
+        promise="The version spans of a reply follow one another from its first token to its last.",
+        needs=_REPLIES + " with spans",
+        exercised_by="replies with spans",
+        applies=_tagged,
+        about="engines",
+    )(_Spans),
+    trace_check(
+        "engine.opt-in",
+        promise="Routes are in the replies of the calls that asked for them, as the engine declares.",
+        needs=_REPLIES,
+        exercised_by=("calls that ask", "calls that do not ask"),
+        applies=has_routes,
+        about="engines",
+    )(_OptIn),
+    trace_check(
+        "engine.stream",
+        promise="The chunks of a stream make the reply: every token once, one end, the routes on the last chunk.",
+        needs="Chunk events and the reply of a streamed call",
+        exercised_by=("cumulative streams", "delta streams"),
+        applies=_streams,
+        about="engines",
+    )(_Stream),
+    trace_check(
+        "engine.identity",
+        promise="After an update to equal weights, the same call has the same tokens, logprobs and rows in every layer.",
+        needs="a call, an identity update, and the same call again",
+        exercised_by="calls repeated after an identity update",
+        about="engines",
+    )(_Identity),
+)
+"""Checks of what an engine's replies are made of."""

@@ -1,0 +1,3 @@
+"""Lifecycle: every request ends once, nothing is lost or left running."""
+
+from __future__ import annotations

@@ -1,0 +1,343 @@
+"""Lifecycle: every request ends once, nothing is lost or left running, and nothing fails that had no reason to.
+
+Which calls a stack may make is in ``calls``, what aborts may do in ``aborts`` and ``sweeps``, which replies a stack may use in
+``consumption``; all have ids ``lifecycle.*``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollproof.core.contract import PartialOff, Provenance, ResumeBy
+from rollproof.core.error_text import error_kind
+from rollproof.core.records import FinishReason
+from rollproof.core.trace import Call, Fault, Gauge, Reply, Result, Submit
+from rollproof.invariants._shared.event_check import Ending, Fold, Recent, case_option, keep
+from rollproof.invariants._shared.phrases import count
+from rollproof.invariants.lifecycle import abort_all, aborts, consumption, stray_calls
+from rollproof.judging.checks import Check, Collector, request_check, trace_check
+from rollproof.judging.request_view import RequestView
+
+if TYPE_CHECKING:
+    from rollproof.judging.judge import JudgeContext
+
+__all__ = ["CHECKS"]
+
+_FLEET_FAULTS = frozenset({"death", "revive", "update-failure", "update-hung"})
+
+
+class _EndsOnce(Ending):
+    """A second end of a request, an end of an unknown one, and no end at all."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._open: dict[str, Submit] = {}
+        self._ended = Recent()
+
+    def on_submit(self, event: Submit, out: Collector) -> None:
+        self._open[event.request.request_id] = event
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        super().on_result(event, out)
+        if self._open.pop(event.request_id, None) is not None:
+            self._ended.add(event.request_id)
+            out.exercised("requests that ended")
+        elif event.request_id in self._ended:
+            out.finding(
+                "a request ended twice",
+                expected="one result for each request",
+                observed=f"a second result at event {event.index}",
+                where={"request": event.request_id, "index": event.index},
+                hint="A retried or duplicated completion was handed over as a sample of its own (AReaL #1498).",
+            )
+        elif self.context.header.case is not None:
+            out.finding(
+                "a result of a request that nobody submitted",
+                expected="results of submitted requests only",
+                observed=f"a result of {event.request_id!r} at event {event.index}",
+                where={"request": event.request_id, "index": event.index},
+            )
+
+    def finish(self, out: Collector) -> None:
+        for request_id, submit in self._open.items():
+            if self.complete:
+                out.finding(
+                    "a request never ended",
+                    expected="a rollout, an error, or a declared drop",
+                    observed="none until the end of the trace",
+                    where={"request": request_id, "index": submit.index},
+                )
+            else:
+                out.absent("the trace ends while requests are open, and may have been cut there")
+
+
+_ends_once = trace_check(
+    "lifecycle.ends-once",
+    promise="Every submitted request ends exactly once.",
+    needs="Submit and Result events, in a trace that runs to its end",
+    exercised_by="requests that ended",
+)(_EndsOnce)
+
+
+@request_check(
+    "lifecycle.no-hang",
+    promise="No request waits for ever.",
+    needs="Result events",
+    exercised_by="requests that ended",
+)
+def _no_hang(view: RequestView, out: Collector) -> None:
+    """Tells what a hung request awaited, and what became of its last call."""
+    result = view.result
+    if result is None:
+        return
+    out.exercised("requests that ended")
+    if not result.hung:
+        return
+    last = view.attempts[-1] if view.attempts else None
+    state = "no call was ever made"
+    if last is not None:
+        answered = "was answered" if last.consumed else "was admitted and not answered" if last.admit else "was not admitted"
+        state = f"its last call, {last.call.call_id} on {last.call.server_id}, {answered}"
+    out.finding(
+        "a request hangs",
+        expected="a rollout or an error within the deadline",
+        observed=f"{result.error or 'it never ended'}; {state}",
+        where=view.where(index=result.index),
+        hint="Usual causes: a server left paused by a failed update, a lost reply without a time-out, a lock held by a cancelled task.",
+    )
+
+
+class _NoError(Fold):
+    """Every legal engine reply (empty abort, read-only array, no logprobs) is one that the stack must take."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._open: dict[str, bool] = {}
+        self._calls: dict[int, tuple[str, str]] = {}
+        self._down: set[str] = set()
+
+    def on_submit(self, event: Submit, out: Collector) -> None:
+        budget = event.request.budget
+        self._open[event.request.request_id] = bool(self._down) or (budget is not None and budget <= 0)
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        keep(self._calls, event.call_id, (event.request_id, event.server_id))
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        if not event.delivered:
+            self._excuse(event.call_id)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.server_id is not None:
+            if event.what == "death":
+                self._down.add(event.server_id)
+            elif event.what == "revive":
+                self._down.discard(event.server_id)
+        if event.call_id is not None and event.what not in _FLEET_FAULTS:
+            self._excuse(event.call_id)
+        elif event.what in _FLEET_FAULTS or event.server_id is None:
+            self._open = dict.fromkeys(self._open, True)
+        else:
+            for call_id, (_, server) in self._calls.items():
+                if server == event.server_id:
+                    self._excuse(call_id)
+
+    def _excuse(self, call_id: int) -> None:
+        request_id = self._calls.get(call_id, ("", ""))[0]
+        if request_id in self._open:
+            self._open[request_id] = True
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        excused = self._open.pop(event.request_id, None)
+        if excused is None:
+            return
+        view = self.context.open.get(event.request_id)
+        attempts = view.attempts if view is not None else []
+        for attempt in attempts:
+            self._calls.pop(attempt.call.call_id, None)
+        out.exercised("requests that ended")
+        if event.error is None or event.hung or excused:
+            return
+        replies = [attempt.consumed.output for attempt in attempts if attempt.consumed]
+        last = (
+            f"its last reply had {count(len(replies[-1].token_ids), 'token')}, finish reason {replies[-1].finish_reason}"
+            if replies
+            else "no reply came"
+        )
+        out.finding(
+            "a request failed although nothing went wrong",
+            kind=f"a request failed: {error_kind(event.error)}",
+            expected="a rollout: no server died, no reply was lost, no update failed",
+            observed=f"{event.error}; {last}",
+            where={"request": event.request_id, "index": event.index},
+            hint="A legal engine reply made the stack raise: routes as a numpy array (verl #7158), an abort without tokens "
+            "(verl #5936, vime #49).",
+        )
+
+
+_no_error = trace_check(
+    "lifecycle.no-error-without-fault",
+    promise="A request ends with an error only after a fault that concerned it.",
+    needs="Result, Fault and Call events",
+    exercised_by="requests that ended",
+)(_NoError)
+
+
+class _Counters(Ending):
+    """In-flight counts of load balancers, staleness managers and semaphores leak on the paths that nobody tests."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._start: dict[str, float] = {}
+        self._end: dict[str, float] = {}
+
+    def on_gauge(self, event: Gauge, out: Collector) -> None:
+        super().on_gauge(event, out)
+        if event.phase == "start":
+            self._start[event.name] = event.value
+        elif event.phase == "end":
+            self._end[event.name] = event.value
+
+    def finish(self, out: Collector) -> None:
+        if self.hung:
+            out.absent("a request hangs, so the counters have not come to rest")
+            return
+        for name, start in self._start.items():
+            end = self._end.get(name)
+            if end is None:
+                out.absent(f"counter {name!r} has no value at the end")
+                continue
+            out.exercised("counters")
+            if abs(end - start) > 1e-9:
+                out.finding(
+                    f"counter {name!r} did not return to its start",
+                    kind=f"counter {name.rpartition('/')[2]!r} did not return to its start",
+                    expected=f"{start:g}, as at the start",
+                    observed=f"{end:g} when every request had ended",
+                    hint="It is raised on every path and lowered on some: lower it in a `finally`, once for each time it was raised.",
+                )
+
+
+_counters = trace_check(
+    "lifecycle.counters-return",
+    promise="Every counter of the stack is at the end what it was at the start.",
+    needs="Gauge events at start and end",
+    exercised_by="counters",
+)(_Counters)
+
+
+class _SurvivesDeath(Fold):
+    """What the dead call had sampled is gone; what earlier calls had delivered is the client's, and must be sent on."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._flying: dict[int, Call] = {}
+        self._struck: dict[int, str] = {}
+        self._hit: dict[str, tuple[str, tuple[int, ...] | None]] = {}
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        keep(self._flying, event.call_id, event)
+        server, known = self._hit.get(event.request_id, ("", None))
+        if known is None:
+            return
+        self._hit[event.request_id] = (server, None)
+        if event.prompt_ids[: len(known)] != known:
+            kept = next(
+                (i for i, (a, b) in enumerate(zip(event.prompt_ids, known, strict=False)) if a != b), min(len(event.prompt_ids), len(known))
+            )
+            out.finding(
+                "tokens were lost when a server died",
+                expected=f"the next call sends the {len(known)} tokens known before {server} died",
+                observed=f"call {event.call_id} sends {len(event.prompt_ids)} tokens, the first {kept} of them as known",
+                where={"request": event.request_id, "call": event.call_id, "server": server, "index": event.index},
+                hint="Only the dead call's own tokens are gone: keep what earlier calls delivered outside the try block that is retried.",
+            )
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        call = self._flying.pop(event.call_id, None)
+        request_id = self._struck.pop(event.call_id, None) if call is None else call.request_id
+        if request_id is not None and event.delivered:
+            # It was answered, late or before the server died, so what becomes of it now is not the death's doing.
+            self._hit.pop(request_id, None)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.what != "death":
+            return
+        for call in [call for call in self._flying.values() if call.server_id == event.server_id]:
+            del self._flying[call.call_id]
+            view = self.context.open.get(call.request_id)
+            if view is None:
+                continue
+            out.exercised("requests in flight at a server's death")
+            keep(self._struck, call.call_id, call.request_id)
+            known = None
+            if self.context.contract.resume is ResumeBy.CLIENT:
+                stitched = view.stitched_as(Provenance.AS_SAMPLED)
+                known = None if stitched.broken is not None else (*view.request.prompt_ids, *stitched.response_ids)
+            self._hit[call.request_id] = (str(event.server_id), known)
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        server, _ = self._hit.pop(event.request_id, (None, None))
+        if server is None or event.error is not None or event.rollout is not None:
+            return
+        out.finding(
+            "a request vanished when a server died",
+            expected=f"a rollout or an explicit error after the death of {server}",
+            observed="nothing was handed over",
+            where={"request": event.request_id, "server": server, "index": event.index},
+        )
+
+
+_survives_death = trace_check(
+    "lifecycle.survives-death",
+    promise="When a server dies, its requests end with a rollout or an explicit error, and tokens that were delivered before are kept.",
+    needs="Fault death events with calls in flight on the server",
+    exercised_by="requests in flight at a server's death",
+)(_SurvivesDeath)
+
+
+@request_check(
+    "lifecycle.drops-only-as-declared",
+    promise="A sample is dropped only if it was aborted, partial rollout is off and the contract says that such samples are dropped.",
+    needs="Result events",
+    exercised_by="requests that ended",
+)
+def _drops(view: RequestView, out: Collector) -> None:
+    """Anything else that vanishes without an error shrinks a group or a batch unseen."""
+    result = view.result
+    if result is None:
+        return
+    out.exercised("requests that ended")
+    if result.rollout is not None or result.error is not None or result.hung:
+        return
+    last = view.segments[-1].consumed if view.segments else None
+    reason = None
+    if view.contract.partial_off is not PartialOff.DROPPED:
+        reason = "the contract does not declare partial_off='dropped'"
+    elif view.contract.resume is ResumeBy.CLIENT and case_option(view.header, "partial") is True:
+        reason = "partial rollout is on"
+    elif last is not None and last.output.finish_reason is not FinishReason.ABORT:
+        reason = f"its last call ended with finish reason {last.output.finish_reason}"
+    if reason is not None:
+        out.finding(
+            "a sample was dropped without leave",
+            expected=f"a rollout or an error: {reason}",
+            observed="nothing was handed over",
+            where=view.where(index=result.index),
+            hint="Raise, or hand over what there is: a group that loses a member unseen changes its advantages.",
+        )
+
+
+CHECKS: tuple[Check, ...] = (
+    _ends_once,
+    _no_hang,
+    _no_error,
+    _counters,
+    _survives_death,
+    _drops,
+    *stray_calls.CHECKS,
+    *aborts.CHECKS,
+    *abort_all.CHECKS,
+    *consumption.CHECKS,
+)
+"""The family ``lifecycle``, in the order of a report."""

@@ -1,0 +1,184 @@
+"""Calls: which calls a stack may make, and which it may leave behind (family ``lifecycle``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollproof.core.records import FinishReason
+from rollproof.core.trace import Abort, Admit, Call, Fault, Reply, Result, Submit
+from rollproof.invariants._shared.event_check import Fold, Recent, case_option, keep
+from rollproof.judging.checks import Check, Collector, request_check, trace_check
+from rollproof.judging.request_view import RequestView
+
+if TYPE_CHECKING:
+    from rollproof.judging.judge import JudgeContext
+
+__all__ = ["CHECKS"]
+
+_NATURAL = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.COMPLETED)
+_MANY_ATTEMPTS = 200
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A call that was not answered; ``left``: its request ended before it did."""
+
+    request: str
+    server: str
+    admitted: bool = False
+    left: Result | None = None
+
+
+class _NoOrphans(Fold):
+    """A call whose caller gave up may end aborted, or unseen; one that runs to its natural end was forgotten."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._open: dict[int, _Sent] = {}
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        keep(self._open, event.call_id, _Sent(event.request_id, event.server_id))
+
+    def on_admit(self, event: Admit, out: Collector) -> None:
+        call = self._open.get(event.call_id)
+        if call is not None:
+            call.admitted = True
+
+    def on_abort(self, event: Abort, out: Collector) -> None:
+        for call_id in event.call_ids:
+            self._open.pop(call_id, None)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.call_id is not None:
+            self._open.pop(event.call_id, None)
+        elif event.what == "death":
+            self._open = {call_id: call for call_id, call in self._open.items() if call.server != event.server_id}
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        out.exercised("requests that ended")
+        view = self.context.open.get(event.request_id)
+        for attempt in view.attempts if view is not None else ():
+            call = self._open.get(attempt.call.call_id)
+            if call is not None and call.admitted and not event.hung:
+                call.left = event
+            elif call is not None:
+                del self._open[attempt.call.call_id]
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        call = self._open.pop(event.call_id, None)
+        if call is None or call.left is None or event.output.finish_reason not in _NATURAL:
+            return
+        out.finding(
+            "an engine worked on for a request that had ended",
+            expected=f"call {event.call_id} is aborted when its request ends, at event {call.left.index}",
+            observed=f"it ran to finish reason {event.output.finish_reason}, {len(event.output.token_ids)} tokens, at event {event.index}",
+            where={"request": call.request, "call": event.call_id, "server": call.server, "index": event.index},
+            hint="A retry left the first call running: abort it on the server, or cancel it, when its caller gives up.",
+        )
+
+
+_no_orphans = trace_check(
+    "lifecycle.no-orphan-calls",
+    promise="When a request has ended, no engine works on for it.",
+    needs="Admit, Reply and Result events",
+    exercised_by="requests that ended",
+)(_NoOrphans)
+
+
+class _NoCallAfterEnd(Fold):
+    """Requests of a group share their prompt, so a call may be attributed to the wrong one of them: they are not judged.
+
+    Neither is one that hung: the run gave it up, and its stack goes on.
+    """
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._ended = Recent()
+
+    def on_submit(self, event: Submit, out: Collector) -> None:
+        self._ended.discard(event.request.request_id)
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        view = self.context.open.get(event.request_id)
+        if view is not None and view.request.group is None and not event.hung:
+            self._ended.add(event.request_id)
+            out.exercised("requests that ended")
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        if event.request_id in self._ended:
+            out.finding(
+                "a call was made for a request that had ended",
+                expected="no call after the request's result",
+                observed=f"call {event.call_id} to {event.server_id} at event {event.index}",
+                where={"request": event.request_id, "call": event.call_id, "server": event.server_id, "index": event.index},
+                hint="A resume loop or a retry outlives the request that it belongs to.",
+            )
+
+
+_no_call_after_end = trace_check(
+    "lifecycle.no-call-after-end",
+    promise="No call is made for a request that has ended.",
+    needs="Call and Result events",
+    exercised_by="requests that ended",
+)(_NoCallAfterEnd)
+
+
+@request_check(
+    "lifecycle.no-empty-grant",
+    promise="No engine is asked for zero or fewer tokens.",
+    needs="Call events with max_tokens",
+    exercised_by="calls with a budget",
+)
+def _no_empty_grant(view: RequestView, out: Collector) -> None:
+    """A resume whose budget is used up must end instead. A caller that asks for nothing is excused."""
+    granted = [attempt.call for attempt in view.attempts if attempt.call.max_tokens is not None]
+    out.exercised("calls with a budget", len(granted))
+    budget = view.request.budget
+    if budget is not None and budget <= 0:
+        return
+    for call in granted:
+        if call.max_tokens is not None and call.max_tokens <= 0:
+            out.finding(
+                "an engine was asked for no tokens",
+                expected="a budget of at least 1 token, or no call",
+                observed=f"call {call.call_id} with max_tokens={call.max_tokens}",
+                where=view.where(call=call.call_id, server=call.server_id, index=call.index),
+                hint="Engines refuse it with an error (SGLang, vLLM): stop the resume loop when the budget is used up.",
+            )
+
+
+@request_check(
+    "lifecycle.bounded-attempts",
+    promise="A request does not call engines again and again without a wait while they give it nothing.",
+    needs="replies without tokens, with the time of each call",
+    exercised_by="replies without tokens",
+)
+def _bounded_attempts(view: RequestView, out: Collector) -> None:
+    """Polling a paused server at intervals is a design; 200 empty attempts closer together than engine steps are a busy loop."""
+    options = case_option(view.header, "engine")
+    step = float(options["step"]) if options else 1e-3
+    run = 0
+    for attempt in view.attempts:
+        reply = attempt.consumed
+        if reply is None or reply.output.token_ids:
+            run = 0
+            continue
+        out.exercised("replies without tokens")
+        run += 1
+        if run <= _MANY_ATTEMPTS:
+            continue
+        waited = attempt.call.time - view.attempts[attempt.number - run + 1].call.time
+        if waited < step * run / 2:
+            out.finding(
+                "a request retries in a busy loop",
+                expected=f"at most {_MANY_ATTEMPTS} empty attempts in a row, or a wait between them",
+                observed=f"{run} calls in {waited:g} s without a token",
+                where=view.where(call=attempt.call.call_id, server=attempt.call.server_id, index=attempt.call.index),
+                hint="The client retries at once while the server is paused: wait for the resume, or sleep between attempts.",
+            )
+            return
+
+
+CHECKS: tuple[Check, ...] = (_no_orphans, _no_call_after_end, _no_empty_grant, _bounded_attempts)
+"""The checks of this module, in the order of a report."""

@@ -1,0 +1,207 @@
+"""Replay results: loss and gradients are a function of weights, samples, routes and action, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rollproof.core.contract import Contract
+from rollproof.core.replay_contract import Recompute
+from rollproof.core.trainer_contract import terms_of
+from rollproof.invariants._shared.phrases import count, share
+from rollproof.invariants.replay.executed_rows import sound_rows
+from rollproof.invariants.replay.step_pairs import (
+    comparable,
+    compare,
+    differences,
+    gradient_differences,
+    kind_of,
+    loss_differences,
+    pair_of,
+    sketches,
+    unrepeated,
+)
+from rollproof.invariants.replay.steps import StepView, replay_check
+from rollproof.judging.checks import Check, Collector
+
+__all__ = ["CHECKS"]
+
+
+@replay_check(
+    "replay.self-loss",
+    promise="Replaying what the routers chose, under the same weights, leaves loss and logprobs as they were.",
+    exercised_by="self-replays",
+)
+def _self_loss(view: StepView, out: Collector) -> None:
+    other = pair_of(view, "self", out)
+    if other is None or view.outcome is None or other.outcome is None:
+        return
+    if view.outcome.loss is None or other.outcome.loss is None:
+        out.absent("the subject tells no loss")
+        return
+    out.exercised("self-replays")
+    found = list(loss_differences(view.outcome, other.outcome, view.terms.tolerance))
+    compare(
+        view,
+        other,
+        found,
+        out,
+        title="self-replay changes the loss",
+        hint="The same experts are executed, so gates, order of accumulation or dispatch differ: the gate values must be read from live "
+        "scores, unbiased where a bias only serves selection, and normalised as in native routing. Where kernels are not deterministic, "
+        "declare a tolerance.",
+    )
+
+
+@replay_check(
+    "replay.self-gradients",
+    promise="Replaying what the routers chose, under the same weights, leaves all gradients as they were.",
+    exercised_by="self-replays",
+)
+def _self_gradients(view: StepView, out: Collector) -> None:
+    other = pair_of(view, "self", out)
+    if other is None or view.outcome is None or other.outcome is None or not view.step.backward:
+        return
+    if not sketches(view.outcome) or not sketches(other.outcome):
+        out.absent("the subject tells no gradients")
+        return
+    out.exercised("self-replays")
+    found = list(gradient_differences(view.outcome, other.outcome, view.terms.tolerance))
+    compare(
+        view,
+        other,
+        found,
+        out,
+        title="self-replay changes gradients",
+        hint="The selection is a constant, the gate values are not: gather them from live scores with their graph, and replay the same "
+        "selection in the backward pass.",
+    )
+
+
+def _recomputes(contract: Contract) -> str | None:
+    if set(terms_of(contract).recompute) <= {Recompute.NONE}:
+        return "the contract declares no recompute"
+    return None
+
+
+def _law(
+    id: str, kind: str, *, promise: str, counter: str, title: str, hint: str, applies: Callable[[Contract], str | None] | None = None
+) -> Check:
+    """A check that holds steps of one kind to the results of the steps that they must repeat."""
+
+    @replay_check(id, promise=promise, exercised_by=counter, applies=applies)
+    def law(view: StepView, out: Collector) -> None:
+        other = pair_of(view, kind, out)
+        if other is None or not comparable(view, other, out):
+            return
+        out.exercised(counter)
+        compare(view, other, list(differences(view, other, view.terms.tolerance)), out, title=title, hint=hint)
+
+    return law
+
+
+_recomputed = _law(
+    "replay.recompute-results",
+    "recomputed",
+    promise="Recomputing activations changes neither loss nor gradients, whatever was replayed before.",
+    counter="recomputed steps",
+    title="recompute changes the results",
+    hint="The recompute must execute what the forward pass did: a target that was cleared or overwritten before the backward pass, or one "
+    "left by an earlier step, gives wrong gradients without an error where checkpoints are reentrant (SkyRL#1908, verl#4101).",
+    applies=_recomputes,
+)
+
+_aftermath = _law(
+    "replay.aftermath",
+    "aftermath",
+    promise="What ran before (a replay, a failure, an evaluation, another mode) changes nothing in a step.",
+    counter="steps repeated",
+    title="a step gives other results than it did before",
+    hint="Something of replay outlived a step: clear targets, queues and modes in a `finally`, after forward-only passes and "
+    "evaluations too.",
+)
+
+_off = _law(
+    "replay.off",
+    "off",
+    promise="With replay switched off a step gives what it gives without it, whether or not its samples have routes.",
+    counter="steps with replay off",
+    title="replay acts although it is switched off",
+    hint="Nothing of replay may be read or registered when the option is off: verl#7106 was reverted because it asked an empty registry "
+    "in jobs without replay.",
+)
+
+
+def _has_models(contract: Contract) -> str | None:
+    terms = terms_of(contract)
+    return None if terms.models or terms.mtp else "the contract names no models beside the policy, and no MTP layers"
+
+
+@replay_check(
+    "replay.models",
+    promise="Models of other roles, and MTP layers, route by their own scores while the policy is replayed.",
+    exercised_by=("passes of other models", "calls of MTP layers"),
+    applies=_has_models,
+)
+def _models(view: StepView, out: Collector) -> None:
+    _mtp(view, out)
+    other = pair_of(view, "models", out)
+    if other is None or not comparable(view, other, out):
+        return
+    out.exercised("passes of other models")
+    found = list(differences(view, other, view.terms.tolerance))
+    model = view.step.model
+    mine, theirs = ([call.experts for call in one.calls_of(model)] for one in (view, other))
+    wrong = sum(not np.array_equal(a, b) for a, b in zip(mine, theirs, strict=False)) + abs(len(mine) - len(theirs))
+    if wrong and view.terms.tolerance == 0:
+        found.append(("choice of its routers", count(len(theirs), "call"), f"{share(wrong, max(len(mine), len(theirs)), 'call')} differ"))
+    compare(view, other, found, out, title=f"the {model} is replayed with the policy's routes", hint=_OTHERS)
+
+
+def _mtp(view: StepView, out: Collector) -> None:
+    """MTP layers of a self-replay choose what they choose in the native pass: their input is the same."""
+    other = view.same_as
+    if other is None or kind_of(view) != "self" or not view.terms.mtp or not view.done or not other.done:
+        return
+    reason = unrepeated(view) or (
+        "the contract declares a tolerance: a near tie may be routed either way in two runs" if view.terms.tolerance > 0 else None
+    )
+    if reason is not None:
+        out.absent(reason)
+        return
+    if not sound_rows(view):
+        out.absent("the layers below executed other experts than in the native pass")
+        return
+    mine, theirs = (
+        {(call.rank, call.microbatch, call.layer, call.phase): call.experts for call in one.calls_of("mtp")} for one in (view, other)
+    )
+    if not theirs:
+        out.absent("the contract declares MTP layers, and no call of one was told")
+        return
+    out.exercised("calls of MTP layers", len(theirs))
+    wrong = [key for key in theirs if key not in mine or not np.array_equal(mine[key], theirs[key])]
+    if wrong:
+        out.finding(
+            "MTP layers are replayed with the policy's routes",
+            expected="the routers' own choice, as in the native pass",
+            observed=f"{share(len(wrong), len(theirs), 'call')} choose otherwise",
+            where=view.where(layer=wrong[0][2], rank=wrong[0][0]),
+            hint=_OTHERS,
+        )
+
+
+_OTHERS = (
+    "Replay must be bound to the policy's routers: a global list holds those of every model that was built, and MTP layers count from 1 "
+    "again (slime#1187, NeMo-RL#4083, NeMo-RL#3903)."
+)
+
+
+CHECKS: tuple[Check, ...] = (
+    _self_loss,
+    _self_gradients,
+    _recomputed,
+    _aftermath,
+    _off,
+    _models,
+)

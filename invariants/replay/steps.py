@@ -1,0 +1,215 @@
+"""Replay steps: the steps of a trainer with all that belongs to them, and how a check is made of that.
+
+One assembly serves all checks of a trace. Memory holds the steps of an episode, which are a dozen small ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from rollproof.core.contract import Contract
+from rollproof.core.events.replay import Action, Install, Outcome, Phase, Residue, Routing, Step
+from rollproof.core.records import Rollout, Scalar
+from rollproof.core.replay_contract import ReplayTerms
+from rollproof.invariants._shared.event_check import Fold
+from rollproof.judging.checks import Applies, Check, Collector, trace_check
+from rollproof.judging.judge import JudgeContext
+from rollproof.replay.expected_rows import Targets
+
+__all__ = ["NEEDS", "Assembly", "StepView", "replay_check"]
+
+NEEDS = "Step, Routing and Outcome events of a ReplaySubject (rollproof.replay)"
+REFERENCE = "reference"
+
+
+@dataclass(eq=False)
+class StepView:
+    """One step: what was asked, what its routers did, what came out, what was left."""
+
+    step: Step
+    contract: Contract
+    terms: ReplayTerms
+    before: Mapping[str, StepView]
+    calls: list[Routing] = field(default_factory=list)
+    installs: list[Install] = field(default_factory=list)
+    outcome: Outcome | None = None
+    residue: Residue | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
+    """What checks computed of the step and others ask for, too."""
+    learned: dict[str, str] = field(default_factory=dict)
+    """What checks learned about the trainer; all steps of a trace share it."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the step ran to its end."""
+        return self.outcome is not None and self.outcome.done
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why the step says nothing: it was skipped, or the trace ends in it."""
+        if self.outcome is None:
+            return "the trace ends within a step"
+        return self.outcome.skipped or None
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether it is a well-formed step of the subject itself, which nothing was done to."""
+        return self.regular and self.step.fail_at is None
+
+    @property
+    def regular(self) -> bool:
+        """Whether it is a well-formed step of the subject itself; a failure may have been raised in it."""
+        step = self.step
+        return step.defect is None and not step.edge and not step.variant
+
+    @property
+    def replays(self) -> bool:
+        """Whether the policy's routers had to replay."""
+        return self.step.action is Action.REPLAY and self.step.model == "policy"
+
+    @property
+    def same_as(self) -> StepView | None:
+        """The earlier step whose results it must repeat."""
+        return self.before.get(self.step.same_as) if self.step.same_as else None
+
+    @property
+    def differs_from(self) -> StepView | None:
+        """The earlier step whose results it must not repeat."""
+        return self.before.get(self.step.differs_from) if self.step.differs_from else None
+
+    @cached_property
+    def targets(self) -> Targets:
+        """Where each row ought to go."""
+        return Targets(self.contract, self.step.samples)
+
+    def calls_of(self, model: str, phase: Phase | None = None) -> Iterator[Routing]:
+        """The router calls of a model, in one phase or in all."""
+        return (call for call in self.calls if call.model == model and (phase is None or call.phase is phase))
+
+    def where(self, **more: Scalar) -> dict[str, Scalar]:
+        """A finding's place."""
+        return {"episode": self.step.episode, "step": self.step.name, **more}
+
+    def sample(self, place: int) -> tuple[Rollout, int]:
+        """The sample and the position of a token, by its index among all tokens."""
+        starts = self.targets.starts
+        number = int((starts[1:] <= place).sum())
+        return self.step.samples[number], place - int(starts[number])
+
+
+class Assembly:
+    """Puts the events of a trace together to steps; ``ended`` counts those to which nothing more can come, of which ``last`` is one."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        self._context = context
+        self._taken = -1
+        self._episode: str | None = None
+        self._open: StepView | None = None
+        self._learned: dict[str, str] = {}
+        self.steps: dict[str, StepView] = {}
+        self.last: StepView | None = None
+        self.ended: int = 0
+
+    @classmethod
+    def of(cls, context: JudgeContext) -> Assembly:
+        """The assembly that all checks of a trace share."""
+        found = context.shared.get(cls)
+        if found is None:
+            found = context.shared[cls] = cls(context)
+        assert isinstance(found, Assembly)
+        return found
+
+    def take(self, event: Any) -> None:
+        """Take an event, once, however many checks hand it over."""
+        if event.index <= self._taken:
+            return
+        self._taken = event.index
+        if isinstance(event, Step):
+            self.close()
+            if event.episode != self._episode:
+                self._episode, self.steps = event.episode, {}
+            terms = self._context.contract.replay
+            if terms is not None:
+                self._open = StepView(event, self._context.contract, terms, self.steps, learned=self._learned)
+                self.steps.setdefault(event.name, self._open)
+            return
+        view = self._open
+        if view is None:
+            return
+        if isinstance(event, Routing):
+            view.calls.append(event)
+        elif isinstance(event, Install):
+            view.installs.append(event)
+        elif isinstance(event, Outcome) and event.step == view.step.name:
+            view.outcome = event
+        elif isinstance(event, Residue) and event.after == view.step.name:
+            view.residue = event
+
+    def close(self) -> None:
+        """Nothing more comes to the open step."""
+        if self._open is not None:
+            self.last, self._open = self._open, None
+            self.ended += 1
+
+
+class _PerStep(Fold):
+    """Calls ``judge`` with every step of the trace, in order."""
+
+    judge: ClassVar[Callable[[StepView, Collector], None]]
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._assembly = Assembly.of(context)
+        self._judged = 0
+
+    def on_step(self, event: Step, out: Collector) -> None:
+        """The step before has ended."""
+        self._assembly.take(event)
+        self._judge(out)
+
+    def on_routing(self, event: Routing, out: Collector) -> None:
+        """Part of the open step."""
+        self._assembly.take(event)
+
+    def on_install(self, event: Install, out: Collector) -> None:
+        """Part of the open step."""
+        self._assembly.take(event)
+
+    def on_outcome(self, event: Outcome, out: Collector) -> None:
+        """Part of the open step."""
+        self._assembly.take(event)
+
+    def on_residue(self, event: Residue, out: Collector) -> None:
+        """Part of the open step."""
+        self._assembly.take(event)
+
+    def finish(self, out: Collector) -> None:
+        """The last step has ended."""
+        self._assembly.close()
+        self._judge(out)
+
+    def _judge(self, out: Collector) -> None:
+        view = self._assembly.last
+        if view is not None and self._assembly.ended > self._judged:
+            self._judged = self._assembly.ended
+            type(self).judge(view, out)
+
+
+def replay_check(
+    id: str, *, promise: str, exercised_by: str | tuple[str, ...], needs: str = NEEDS, applies: Applies | None = None
+) -> Callable[[Callable[[StepView, Collector], None]], Check]:
+    """Make a ``Check`` of a function ``(view, out)`` that is called once per step, after it has ended."""
+
+    def ruled_out(contract: Contract) -> str | None:
+        if contract.replay is None:
+            return "the contract declares no replay terms"
+        return None if applies is None else applies(contract)
+
+    def make(judge: Callable[[StepView, Collector], None]) -> Check:
+        fold = type(judge.__name__, (_PerStep,), {"judge": staticmethod(judge)})
+        return trace_check(id, promise=promise, needs=needs, exercised_by=exercised_by, applies=ruled_out, about="replay")(fold)
+
+    return make

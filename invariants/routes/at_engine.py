@@ -1,0 +1,227 @@
+"""Routes, at the engine: its rows are its own computation, of the weights that sampled, in memory that nobody else writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollproof.core.contract import Contract, KvPolicy, LayerAxis, Provenance
+from rollproof.core.records import Span, Version
+from rollproof.invariants._shared.phrases import count, ranges
+from rollproof.invariants.routes.route_phrases import has_routes
+from rollproof.judging.checks import Collector, request_check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollproof.core.oracle import Oracle
+    from rollproof.core.records import IntArray
+    from rollproof.core.trace import Reply
+    from rollproof.judging.request_view import Attempt, RequestView
+
+__all__ = ["CHECKS"]
+
+_MIXED = "mixed"
+
+
+def _declared(view: RequestView) -> Contract:
+    """The contract of the engines: their own where the trace has it, else the subject's."""
+    return view.engine if view.engine is not None and view.engine.has_routes else view.contract
+
+
+def _replies(view: RequestView) -> Iterator[tuple[Attempt, Reply, IntArray]]:
+    for attempt in view.attempts:
+        for reply in attempt.replies:
+            if reply.output.routes is not None and len(reply.output.routes):
+                yield attempt, reply, reply.output.routes
+
+
+@request_check(
+    "routes.engine",
+    promise="Every row that an engine returns is what its weights choose for that token, as an oracle computes it.",
+    needs="a coded trace whose replies say which weights computed the rows (true_rows)",
+    exercised_by="engine rows compared",
+    applies=has_routes,
+)
+def _engine(view: RequestView, out: Collector) -> None:
+    oracle = view.oracle
+    if oracle is None:
+        out.absent("the trace has no oracle: only coded traces say what each row must be")
+        return
+    for attempt, reply, routes in _replies(view):
+        if reply.true_rows is None or reply.duplicate:
+            continue
+        ids = attempt.call.prompt_ids + reply.output.token_ids
+        for span in reply.true_rows:
+            low, high = max(span.start, reply.output.routes_start), min(span.end, reply.output.routes_start + len(routes), len(ids))
+            if low >= high or span.version is None or span.version == _MIXED:
+                continue
+            rows = routes[low - reply.output.routes_start : high - reply.output.routes_start]
+            out.exercised("engine rows compared", high - low)
+            _compare(view, out, oracle, attempt, ids, Span(start=low, end=high, version=span.version), rows)
+
+
+def _compare(view: RequestView, out: Collector, oracle: Oracle, attempt: Attempt, ids: tuple[int, ...], span: Span, rows: IntArray) -> None:
+    want = oracle.routes(span.version, ids[: span.end], span.start)
+    declared = _declared(view)
+    moe = list(declared.moe_layers or ())
+    if declared.layer_axis is LayerAxis.MOE:
+        want = want[:, moe]
+    if rows.shape == want.shape and (rows == want).all():
+        return
+    got = rows if declared.layer_axis is LayerAxis.MOE or rows.shape[1] != declared.num_layers else rows[:, moe]
+    want = want if declared.layer_axis is LayerAxis.MOE else want[:, moe]
+    if got.shape != want.shape:
+        observed, first, column = f"rows of shape {rows.shape[1:]}", span.start, 0
+    else:
+        bad = (np.sort(got, axis=2) != np.sort(want, axis=2)).any(axis=2)
+        if not bad.any():
+            return
+        wrong = span.start + np.flatnonzero(bad.any(axis=1))
+        row, column = (int(i) for i in np.argwhere(bad)[0])
+        first = span.start + row
+        observed = (
+            f"experts {got[row, column].tolist()}; wrong in {len(wrong)} of {count(len(bad), 'row')} (position {ranges(wrong.tolist())}), "
+            f"in {int(bad.sum(axis=1).max())} of {len(moe)} MoE layers"
+        )
+    out.finding(
+        "an engine returned rows that its weights did not choose",
+        expected=f"experts {want[first - span.start, column].tolist()} at position {first}, computed by version {span.version}",
+        observed=observed,
+        where=view.where(call=attempt.call.call_id, position=first, layer=moe[column], version=span.version, server=attempt.call.server_id),
+        hint="The capture was read from a slot or buffer that another forward had written: views of a reused buffer (SGLang #34319), "
+        "rows not moved with the KV (SGLang #26975), padded rows (vLLM #43737).",
+    )
+
+
+@request_check(
+    "routes.immutable",
+    promise="The row that predicted a sampled token stays that of the weights that sampled it: a recompute does not overwrite it.",
+    needs="replies that say which weights sampled the tokens and computed the rows (true_tokens, true_rows)",
+    exercised_by="rows that predicted a sampled token",
+    applies=has_routes,
+)
+def _immutable(view: RequestView, out: Collector) -> None:
+    declared = _declared(view)
+    if declared.provenance is not Provenance.AS_SAMPLED:
+        out.inapplicable(f"the {'engines declare' if declared is view.engine else 'contract declares'} provenance='latest-prefill'")
+        out.absent("the engine declares that a recompute replaces its rows (provenance='latest-prefill')")
+        return
+    for attempt, reply, routes in _replies(view):
+        if reply.true_rows is None or reply.true_tokens is None:
+            continue
+        sent = len(attempt.call.prompt_ids)
+        end = reply.output.routes_start + len(routes)
+        for token, row in _overlaps(reply.true_tokens, reply.true_rows, sent - 1):
+            low, high = max(row.start, reply.output.routes_start), min(row.end, end)
+            if low >= high or _MIXED in (token.version, row.version):
+                continue
+            out.exercised("rows that predicted a sampled token", high - low)
+            if token.version == row.version:
+                continue
+            out.finding(
+                "rows of sampled tokens were computed anew",
+                expected=f"rows {low}-{high - 1} of version {token.version}, which sampled the tokens {low + 1}-{high}",
+                observed=f"rows of version {row.version}: {count(high - low, 'row')} of {len(routes)}",
+                where=view.where(call=attempt.call.call_id, position=low, version=row.version, server=attempt.call.server_id),
+                hint="A retract or preemption prefilled the sequence again and wrote over the rows, while the logprobs stayed: old "
+                "logprobs are paired with new routes. Same cause: miles #3277, SGLang #39633.",
+            )
+
+
+def _overlaps(tokens: tuple[Span, ...], rows: tuple[Span, ...], offset: int) -> Iterator[tuple[Span, Span]]:
+    """Spans of tokens with the spans of the rows that predicted them, both cut to what they share, in absolute positions of rows."""
+    for token in tokens:
+        for row in rows:
+            low, high = max(token.start + offset, row.start), min(token.end + offset, row.end)
+            if low < high and token.version is not None and row.version is not None:
+                yield token, Span(start=low, end=high, version=row.version)
+
+
+@request_check(
+    "routes.prefix-cache",
+    promise="Where an update invalidates the KV cache, no call admitted after it gets rows of older weights.",
+    needs="replies that say which weights computed the rows (true_rows), and the weight updates of the servers",
+    exercised_by="replies admitted after an update",
+    applies=lambda contract: (
+        has_routes(contract) or ("kv_policy='keep': rows of older weights are declared" if contract.kv_policy is KvPolicy.KEEP else None)
+    ),
+)
+def _prefix_cache(view: RequestView, out: Collector) -> None:
+    for attempt, reply, routes in _replies(view):
+        if reply.true_rows is None or attempt.admit is None:
+            continue
+        loaded = [u for u in view.history.updates if u.server_id == attempt.admit.server_id and u.loaded and u.index < attempt.admit.index]
+        if len({update.version for update in loaded}) < 2:
+            continue
+        out.exercised("replies admitted after an update")
+        older = {update.version for update in loaded} - {loaded[-1].version}
+        # what old weights computed beyond the cached part is weights.served-after-update's to judge
+        end = reply.output.routes_start + len(routes)
+        end = end if reply.output.cached_tokens is None else min(end, reply.output.cached_tokens)
+        stale = [span for span in reply.true_rows if span.version in older and span.start < end]
+        if stale:
+            low, high, version = _bounds(stale)
+            out.finding(
+                "rows of older weights came out of a prefix cache",
+                expected=f"rows of version {loaded[-1].version}, in service when the call was admitted",
+                observed=f"rows {low}-{high - 1} of version {version}, of {count(len(routes), 'row')}",
+                where=view.where(call=attempt.call.call_id, position=low, version=version, server=attempt.admit.server_id),
+                hint="The prefix cache outlived the weights: flush it at the update, or key it by version (cache_salt). Rows and KV of "
+                "the old weights then serve the new ones. Same cause: NeMo-RL #4018, SkyRL #2246, miles #2782.",
+            )
+
+
+def _bounds(spans: list[Span]) -> tuple[int, int, Version]:
+    return spans[0].start, spans[-1].end, spans[0].version
+
+
+@request_check(
+    "routes.handed-over",
+    promise="Routes that were handed over do not change any more: they share no memory with an engine.",
+    needs="a delivered sample with routes, looked at again when the run has ended",
+    exercised_by="samples looked at again",
+    applies=has_routes,
+)
+def _handed_over(view: RequestView, out: Collector) -> None:
+    if view.rollout is None or view.rollout.routes is None or view.result is None:
+        out.absent("no sample carried routes")
+        return
+    out.exercised("samples looked at again")
+    if any("route" in name for name in view.result.later_changed):
+        out.finding(
+            "routes changed after they had been handed over",
+            expected="an array of the sample's own",
+            observed="other values at the end of the run: the array is a view of memory that was written again",
+            where=view.where(),
+            hint="Copy the rows out of the engine's buffer before they are handed over. Same cause: SGLang #34319.",
+        )
+
+
+@request_check(
+    "routes.reply-untouched",
+    promise="The arrays of an engine's reply are not written to.",
+    needs="a finished request whose calls returned routes",
+    exercised_by="replies with routes",
+    applies=has_routes,
+)
+def _reply_untouched(view: RequestView, out: Collector) -> None:
+    replies = sum(1 for _ in _replies(view))
+    if view.result is None or not replies:
+        out.absent("no reply with routes")
+        return
+    out.exercised("replies with routes", replies)
+    changed = [name for name in view.result.caller_changed if "route" in name.partition(":")[0]]
+    if changed:
+        out.finding(
+            "the stack wrote into the routes of a reply",
+            expected="the arrays that the engine returned, as they were",
+            observed="; ".join(changed[:4]),
+            where=view.where(),
+            hint="Engines hand out read-only arrays and views of shared buffers: copy before writing. Compare verl #5519.",
+        )
+
+
+CHECKS = (_engine, _immutable, _prefix_cache, _handed_over, _reply_untouched)
+"""Checks of what the engine returned and of whose memory it is."""

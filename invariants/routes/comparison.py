@@ -1,0 +1,288 @@
+"""Route evidence: one comparison of a sample's routes with the rows that the engines returned, shared by all route checks.
+
+Every route check reads this instead of the arrays, and reports its own class of fault only, so that one fault blames one
+check. The delivered rows are compared with views into the replies: nothing is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.core.contract import Contract, Filler, LayerAxis, Rows
+from rollproof.core.records import IntArray
+from rollproof.judging.route_slices import RowPiece
+
+if TYPE_CHECKING:
+    from rollproof.judging.request_view import RequestView
+
+__all__ = ["Interval", "RouteEvidence", "is_filler", "of"]
+
+Interval: TypeAlias = "tuple[int, int]"
+"""Absolute positions ``start`` (inclusive) to ``end`` (exclusive)."""
+BoolArray: TypeAlias = "npt.NDArray[np.bool_]"
+_MEMO = "routes"
+
+
+@dataclass(frozen=True, eq=False)
+class RouteEvidence:
+    """What the routes of one sample are beside what they must be.
+
+    ``routes`` is ``(rows, layers, top_k)`` as delivered, ``None`` where there are none; its row 0 stands at absolute
+    position ``start``. ``pieces`` are the captured rows by position, ``total`` is T in tokens. ``cut`` says that the
+    delivered response is a proper prefix of what the engines sampled. ``row_counts`` are the counts that the contract
+    allows. ``hindrance`` says why rows cannot be judged by position; ``None`` where they can.
+    """
+
+    contract: Contract
+    routes: IntArray | None
+    start: int
+    total: int
+    pieces: tuple[RowPiece, ...]
+    cut: bool
+    row_counts: range
+    hindrance: str | None
+    shape_fits: bool
+    engine_columns: tuple[int, ...] | None
+    alternatives: tuple[RowPiece, ...] = field(default=())
+
+    @property
+    def rows(self) -> int:
+        """Number of delivered rows."""
+        return 0 if self.routes is None else len(self.routes)
+
+    @property
+    def end(self) -> int:
+        """The position behind the last delivered row."""
+        return self.start + self.rows
+
+    @cached_property
+    def columns(self) -> slice | list[int]:
+        """The delivered MoE columns, as an index of the layer axis."""
+        columns = self.contract.moe_columns
+        return slice(None) if len(columns) == self.contract.route_layers else list(columns)
+
+    @cached_property
+    def captured(self) -> tuple[Interval, ...]:
+        """Positions of delivered rows that a forward captured.
+
+        Where the trace holds no replies with routes, all rows but the last of a contract with T rows.
+        """
+        if self.hindrance is not None:
+            end = min(self.end, self.total - 1) if self.contract.rows is Rows.ALL else self.end
+            return ((self.start, end),) if self.start < end else ()
+        parts: list[Interval] = []
+        for piece in self.pieces:
+            low, high = max(piece.start, self.start), min(piece.end, self.end)
+            if parts and parts[-1][1] == low:
+                low = parts.pop()[0]
+            if low < high:
+                parts.append((low, high))
+        return tuple(parts)
+
+    @cached_property
+    def uncaptured(self) -> tuple[Interval, ...]:
+        """Positions of delivered rows that no forward captured."""
+        gaps, at = [], self.start
+        for low, high in self.captured:
+            gaps.append((at, low))
+            at = max(at, high)
+        gaps.append((at, self.end))
+        return tuple(gap for gap in gaps if gap[0] < gap[1])
+
+    @cached_property
+    def mismatched(self) -> npt.NDArray[np.int64]:
+        """Ascending positions of captured rows whose MoE columns are not what the engine returned there.
+
+        The order of the experts within a cell does not count: a trainer gathers by id.
+        """
+        if self.hindrance is not None or self.routes is None:
+            return np.zeros(0, dtype=np.int64)
+        found = []
+        for piece in self.pieces:
+            low, high = max(piece.start, self.start), min(piece.end, self.end)
+            if low >= high:
+                continue
+            got, want = self.routes[low - self.start : high - self.start], piece.rows[low - piece.start : high - piece.start]
+            if not _same(got, want):
+                found.append(low + np.flatnonzero(self._differ(got, want)))
+        return self._without_alternatives(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
+
+    @property
+    def readable(self) -> bool:
+        """Whether shape and count are as the contract says, so that values can be judged even where there is nothing to compare with."""
+        return self.routes is not None and self.shape_fits and self.rows in self.row_counts
+
+    def delivered(self, low: int, high: int) -> IntArray:
+        """The delivered rows of positions ``low`` to ``high``, MoE columns only: ``(rows, moe_layers, top_k)``."""
+        assert self.routes is not None
+        return self.routes[low - self.start : high - self.start, self.columns]
+
+    def cells(self, rows: IntArray) -> IntArray:
+        """The MoE columns of a reply's ``rows``, whichever layer axis the engine has."""
+        return rows if self.engine_columns is None else rows[:, list(self.engine_columns)]
+
+    def expected(self, positions: npt.NDArray[np.int64]) -> IntArray:
+        """What the engines returned at captured ``positions`` (ascending): ``(positions, moe_layers, top_k)``."""
+        parts = []
+        for piece in self.pieces:
+            inside = positions[(positions >= piece.start) & (positions < piece.end)]
+            if len(inside):
+                parts.append(self.cells(piece.rows[inside - piece.start]))
+        return np.concatenate(parts)
+
+    def attempt_at(self, position: int) -> int | None:
+        """The attempt whose reply captured the row of ``position``."""
+        return next((piece.attempt for piece in self.pieces if piece.start <= position < piece.end), None)
+
+    def _without_alternatives(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Drop the positions whose row is that of a reply without tokens: a forward computed it too, and nothing was sampled from it."""
+        for other in self.alternatives:
+            inside = np.flatnonzero((positions >= other.start) & (positions < other.end))
+            if len(inside):
+                at = positions[inside]
+                assert self.routes is not None
+                differ = self._differ(self.routes[at - self.start], other.rows[at - other.start])
+                positions = np.delete(positions, inside[~differ])
+        return positions
+
+    def _differ(self, got: IntArray, want: IntArray) -> BoolArray:
+        left, right = got[:, self.columns], self.cells(want)
+        differ: BoolArray = (left != right).any(axis=(1, 2))
+        at = np.flatnonzero(differ)
+        differ[at] = (np.sort(left[at], axis=2) != np.sort(right[at], axis=2)).any(axis=(1, 2))
+        return differ
+
+
+def of(view: RequestView) -> RouteEvidence:
+    """The evidence of one request, made once and shared by the checks."""
+    found = view.memo.get(_MEMO)
+    if found is None:
+        found = view.memo[_MEMO] = _gather(view)
+    assert isinstance(found, RouteEvidence)
+    return found
+
+
+def is_filler(rows: IntArray, kind: Filler, num_experts: int, before: IntArray | None = None) -> BoolArray:
+    """Which rows ``(rows, layers, top_k)`` hold nothing but filler of ``kind``.
+
+    ``arange`` is 0 to k-1 in every cell (SkyRL), or a run that goes on from cell to cell, modulo the number of experts
+    (slime). An unsigned type shows ``minus-one`` as its largest value. What is ``previous`` is seen beside ``before`` alone, the row
+    ``(1, layers, top_k)`` that precedes the first one.
+    """
+    if kind is Filler.PREVIOUS and before is not None and len(before):
+        return np.asarray((rows == np.concatenate([before, rows[:-1]])).all(axis=(1, 2)))
+    if kind is Filler.ZEROS:
+        return np.asarray(~rows.any(axis=(1, 2)))
+    if kind is Filler.MINUS_ONE:
+        return np.asarray((rows == (-1 if rows.dtype.kind == "i" else np.iinfo(rows.dtype).max)).all(axis=(1, 2)))
+    if kind is Filler.ARANGE:
+        wide = rows.astype(np.int64)
+        flat = wide.reshape(len(wide), -1)
+        running = (np.diff(flat, axis=1) % num_experts == 1 % num_experts).all(axis=1)
+        each: BoolArray = (wide == np.arange(rows.shape[2])).all(axis=(1, 2))
+        return each | running if flat.shape[1] > 1 else each
+    return np.zeros(len(rows), dtype=bool)
+
+
+def _gather(view: RequestView) -> RouteEvidence:
+    contract, rollout, stitched = view.contract, view.rollout, view.stitched
+    assert rollout is not None
+    routes = rollout.routes
+    pieces = stitched.pieces
+    if routes is not None and not len(routes) and not pieces:
+        routes = None
+    response, sampled = rollout.response_ids, stitched.response_ids
+    cut = len(response) < len(sampled) and sampled[: len(response)] == response
+    shape_fits = routes is not None and routes.shape[1:] == (contract.route_layers, contract.top_k)
+    counts = _row_counts(contract, max(0, rollout.total - rollout.routes_start), cut, _unforwarded(view, len(response)))
+    engine_columns, comparable = _engine_columns(view, pieces)
+    hindrance = None
+    if routes is None:
+        hindrance = "the sample carries no routes"
+    elif not pieces:
+        hindrance = "the trace holds no reply with routes to compare with"
+    elif stitched.broken is not None:
+        hindrance = f"the prompt of call {stitched.broken} does not continue the sequence (the family stitch says how)"
+    elif not cut and response != sampled:
+        hindrance = "the tokens of the sample are not those that the engines returned (the family stitch says which)"
+    elif not shape_fits:
+        hindrance = "the shape of the routes is wrong (routes.shape)"
+    elif len(routes) not in counts:
+        hindrance = "the number of route rows is wrong (routes.rows)"
+    elif not comparable:
+        hindrance = "the engine's layers cannot be brought to the sample's layers"
+    return RouteEvidence(
+        contract=contract,
+        routes=routes,
+        start=rollout.routes_start,
+        total=rollout.total,
+        pieces=pieces,
+        cut=cut,
+        row_counts=counts,
+        hindrance=hindrance,
+        shape_fits=shape_fits,
+        engine_columns=engine_columns,
+        alternatives=_alternatives(view, pieces),
+    )
+
+
+def _alternatives(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[RowPiece, ...]:
+    """Rows of received replies that sampled nothing."""
+    found = []
+    for attempt in view.attempts:
+        output = attempt.consumed.output if attempt.consumed is not None else None
+        if output is None or output.token_ids or output.routes is None or not pieces:
+            continue
+        if output.routes.shape[1:] == pieces[0].rows.shape[1:]:
+            found.append(
+                RowPiece(output.routes_start, attempt.number, output.routes[: max(0, len(attempt.call.prompt_ids) - output.routes_start)])
+            )
+    return tuple(found)
+
+
+def _unforwarded(view: RequestView, length: int) -> int:
+    """How many of the first ``length`` response tokens are the environment's at the end: no call that sampled anything forwarded them."""
+    count = 0
+    for run in reversed(view.stitched.runs):
+        if run.attempt >= 0 and run.ids:
+            break
+        count += max(0, min(run.end, length) - run.start)
+    return count
+
+
+def _row_counts(contract: Contract, span: int, cut: bool, unforwarded: int) -> range:
+    """Row counts that the contract allows for a sample of ``span`` tokens from its first row on, the last ``unforwarded`` never run."""
+    if contract.rows is Rows.CAPTURED_PREFIX:
+        return range(span + 1)
+    if contract.rows is Rows.ALL:
+        return range(span, span + 1)
+    # a response that was cut ends in a token that was forwarded: its row is a capture, and may stay
+    # the environment's last word may have been prefilled by a call that was aborted before its first token, or by none
+    return range(max(0, span - 1 - unforwarded), span + (cut or unforwarded > 0))
+
+
+def _engine_columns(view: RequestView, pieces: tuple[RowPiece, ...]) -> tuple[tuple[int, ...] | None, bool]:
+    """Which columns of a reply are the MoE layers (``None``: all of them), and whether there is an answer."""
+    contract = view.contract
+    if not pieces:
+        return None, True
+    layers, top_k = pieces[0].rows.shape[1:]
+    moe = contract.moe_layers or ()
+    axis = view.engine.layer_axis if view.engine is not None and view.engine.has_routes else contract.layer_axis
+    columns = moe if axis is LayerAxis.ALL else tuple(range(len(moe)))
+    size = contract.num_layers if axis is LayerAxis.ALL else len(moe)
+    return (None if len(columns) == size else columns), (layers, top_k) == (size, contract.top_k)
+
+
+def _same(got: IntArray, want: IntArray) -> bool:
+    """Equality of all cells; by 64-bit words where both are contiguous arrays of one type."""
+    if got.shape != want.shape:
+        return False
+    if got.dtype == want.dtype and got.flags.c_contiguous and want.flags.c_contiguous and got.nbytes % 8 == 0:
+        return bool((got.reshape(-1).view(np.uint64) == want.reshape(-1).view(np.uint64)).all())
+    return bool((got == want).all())

@@ -1,0 +1,74 @@
+"""Distinct: finds cells that name an expert twice, at the speed of a memory pass.
+
+A cell's k ids are compared with each other by subtracting from the flat array the same array displaced by 1 to k-1
+places: a difference of 0 is an id that occurs again. What lies across the border of two cells must not
+count: where the integer type has a bit to spare, every other cell has its top bit flipped, so that ids of neighbouring
+cells never look equal; where it has none, those differences are made 1.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rollproof.core.records import IntArray
+
+__all__ = ["has_repeats", "repeats"]
+
+_BLOCK = 1 << 18
+"""Bytes looked at in one go: small enough for the caches, large enough that the calls cost nothing."""
+_SMALL = 1 << 11
+"""Ids up to which sorting costs less than the set-up of the other way."""
+Mask: TypeAlias = "npt.NDArray[np.bool_]"
+Bytes: TypeAlias = "npt.NDArray[Any]"
+
+
+def has_repeats(rows: IntArray, num_experts: int) -> bool:
+    """Whether a cell of ``rows`` ``(rows, layers, top_k)`` may name an expert twice. Never misses one.
+
+    False alarms are possible where ids are out of range; ``repeats`` decides.
+    """
+    k = rows.shape[2]
+    if k == 1 or not rows.size:
+        return False
+    if rows.size <= _SMALL:
+        return bool(repeats(rows).any())
+    flat = np.ascontiguousarray(rows).reshape(-1).view(f"u{rows.dtype.itemsize}")
+    size = max(2 * k, _BLOCK // flat.itemsize // (2 * k) * 2 * k)
+    longest = min(size, len(flat))
+    spare = num_experts <= 1 << (8 * flat.itemsize - 1)
+    marked, apart = (np.empty(longest, dtype=flat.dtype) for _ in range(2))
+    for low in range(0, len(flat), size):
+        block = flat[low : low + size]
+        count = len(block)
+        if spare:
+            block = np.bitwise_xor(block, _marks(flat.dtype.str, size, k)[:count], out=marked[:count])
+        for lag in range(1, k):
+            differ = np.subtract(block[lag:], block[:-lag], out=apart[: count - lag])
+            if not spare:
+                np.bitwise_or(differ, _borders(flat.dtype.str, size, k, lag)[: count - lag], out=differ)
+            if not np.minimum.reduce(differ):
+                return True
+    return False
+
+
+def repeats(rows: IntArray) -> Mask:
+    """Which cells of ``rows`` ``(rows, layers, top_k)`` name an expert twice: ``(rows, layers)``."""
+    ordered = np.sort(rows, axis=2)
+    return np.asarray((ordered[..., 1:] == ordered[..., :-1]).any(axis=2))
+
+
+@lru_cache(maxsize=8)
+def _marks(dtype: str, size: int, k: int) -> Bytes:
+    """The top bit in every other cell of k places."""
+    top = np.array(1, dtype=dtype) << (8 * np.dtype(dtype).itemsize - 1)
+    return np.where(np.arange(size) // k % 2, top, 0).astype(dtype)
+
+
+@lru_cache(maxsize=64)
+def _borders(dtype: str, size: int, k: int, lag: int) -> Bytes:
+    """1 in the places whose partner ``lag`` places on lies in another cell."""
+    return (np.arange(size) % k >= k - lag).astype(dtype)

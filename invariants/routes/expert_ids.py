@@ -1,0 +1,212 @@
+"""Routes, by value: what no router can have chosen, whoever wrote it."""
+
+from __future__ import annotations
+
+from math import comb, log2
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollproof.core.contract import Contract, Filler
+from rollproof.core.records import IntArray
+from rollproof.invariants._shared.phrases import count, ranges
+from rollproof.invariants.routes import comparison
+from rollproof.invariants.routes.comparison import BoolArray, RouteEvidence, is_filler
+from rollproof.invariants.routes.duplicate_experts import has_repeats, repeats
+from rollproof.invariants.routes.origin import Stray, group_of
+from rollproof.invariants.routes.route_phrases import has_routes
+from rollproof.judging.checks import Collector, request_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.request_view import RequestView
+
+__all__ = ["CHECKS"]
+
+_NEEDS = "a delivered sample with routes of the right shape and count"
+_ROWS = "rows read"
+_SURE_BITS = 64.0
+"""A coincidence of an indifferent router must be rarer than 2**-64 to count as a fault."""
+_FEW_TOKENS = 4
+"""A prompt of one repeated token may well choose the same experts everywhere: more different ids than this are asked for."""
+
+
+_GLANCE = 64
+"""Rows looked at in one go where the first ones nearly always decide."""
+
+
+def _readable(view: RequestView, out: Collector) -> RouteEvidence | None:
+    if view.rollout is None:
+        out.absent("no sample was handed over")
+        return None
+    evidence = comparison.of(view)
+    if not evidence.readable:
+        out.absent("no sample carried routes of the right shape and count")
+        return None
+    return evidence
+
+
+def _own_rows(view: RequestView, evidence: RouteEvidence, low: int, high: int) -> tuple[IntArray, BoolArray]:
+    """Delivered rows and which of them these checks answer for: captures, but for rows that another check explains."""
+    rows = evidence.delivered(low, high)
+    mine = np.ones(len(rows), dtype=bool)
+    wrong = evidence.mismatched
+    if len(wrong):
+        values = group_of(view, Stray.VALUES)
+        others = np.setdiff1d(wrong, values.positions) if values is not None else wrong
+        mine[others[(others >= low) & (others < high)] - low] = False
+    filler = view.contract.filler
+    if filler not in (None, Filler.NONE):
+        # a row that an engine itself filled, or a row of a trace without replies: no capture, and declared as such
+        assert filler is not None
+        mine &= ~is_filler(rows, filler, view.contract.num_experts or 1)
+    return rows, mine
+
+
+@request_check(
+    "routes.distinct",
+    promise="The top_k experts of a token in a layer are distinct.",
+    needs=_NEEDS,
+    exercised_by=_ROWS,
+    applies=lambda contract: has_routes(contract) or ("top_k is 1: one expert is always distinct" if contract.top_k == 1 else None),
+)
+def _distinct(view: RequestView, out: Collector) -> None:
+    evidence = _readable(view, out)
+    if evidence is None:
+        return
+    experts = view.contract.num_experts or 1
+    for low, high in evidence.captured:
+        out.exercised(_ROWS, high - low)
+        if not has_repeats(evidence.delivered(low, high), experts):
+            continue
+        rows, mine = _own_rows(view, evidence, low, high)
+        bad = repeats(rows) & mine[:, None]
+        if not len(evidence.mismatched):
+            bad[:, _dead_columns(evidence)] = False
+        if bad.any():
+            _report_cells(view, out, low, rows, bad, "a token has the same expert twice in one layer", f"{rows.shape[2]} distinct experts")
+
+
+@request_check(
+    "routes.in-range",
+    promise="Every expert id lies between 0 and num_experts - 1.",
+    needs=_NEEDS,
+    exercised_by=_ROWS,
+    applies=has_routes,
+)
+def _in_range(view: RequestView, out: Collector) -> None:
+    evidence = _readable(view, out)
+    if evidence is None:
+        return
+    assert evidence.routes is not None
+    experts = view.contract.num_experts or 1
+    limits = np.iinfo(evidence.routes.dtype)
+    for low, high in evidence.captured:
+        out.exercised(_ROWS, high - low)
+        block = evidence.routes[low - evidence.start : high - evidence.start]
+        if (limits.max < experts or int(block.max()) < experts) and (limits.min == 0 or int(block.min()) >= 0):
+            continue
+        rows, mine = _own_rows(view, evidence, low, high)
+        bad = ((rows < 0) | (rows >= experts)).any(axis=2) & mine[:, None]
+        if bad.any():
+            _report_cells(view, out, low, rows, bad, "an expert id does not exist", f"ids from 0 to {experts - 1}")
+
+
+def _report_cells(view: RequestView, out: Collector, low: int, rows: IntArray, bad: BoolArray, title: str, expected: str) -> None:
+    first, column = (int(i) for i in np.argwhere(bad)[0])
+    wrong = low + np.flatnonzero(bad.any(axis=1))
+    moe = view.contract.moe_layers or ()
+    layers = int(bad.sum(axis=1).max())
+    cell = rows[first, column].tolist()
+    out.finding(
+        title,
+        expected=expected,
+        observed=f"experts {cell} at position {low + first}; so in {count(len(wrong), 'row')} of {len(rows)} "
+        f"(position{'s' if len(wrong) > 1 else ''} {ranges(wrong.tolist())}), in {layers} of {len(moe)} MoE layers",
+        where=view.where(position=low + first, layer=moe[column], segment=view.segment_of(low + first)),
+        hint=_value_hint(view.contract, cell),
+    )
+
+
+def _value_hint(contract: Contract, cell: list[int]) -> str:
+    experts = contract.num_experts or 1
+    if not any(cell):
+        return (
+            "Zeros are a buffer that nobody wrote: prompt rows that were never finalised (SGLang #23885), padded tokens (vLLM #43737), or "
+            "padding taken for a capture (slime #941). A dropless dispatcher cannot place one expert top_k times (verl #4986)."
+        )
+    if any(one < 0 for one in cell):
+        return "A negative id is a kernel's mark for a padded token (VLLM_MOE_SKIP_PADDING): declare filler='minus-one', or drop the rows."
+    if any(one >= experts for one in cell):
+        return "An id beyond the last expert is a fused shared expert that was not cut off (SGLang #36515), or a misread dtype."
+    return "The ids are not what a top-k returns: wrapped by a narrow type, read with the wrong top_k, or mixed from two tokens."
+
+
+@request_check(
+    "routes.live",
+    promise="No MoE layer is zero throughout, and the rows of a sample are not all equal.",
+    needs=_NEEDS + "; enough rows for chance to be ruled out",
+    exercised_by=_ROWS,
+    applies=has_routes,
+)
+def _live(view: RequestView, out: Collector) -> None:
+    evidence = _readable(view, out)
+    if evidence is None:
+        return
+    judged = sum(high - low for low, high in evidence.captured)
+    if not judged or len(evidence.mismatched):
+        out.absent("no rows, or rows that another check explains")
+        return
+    out.exercised(_ROWS, judged)
+    moe = view.contract.moe_layers or ()
+    dead = _dead_columns(evidence)
+    if view.contract.top_k == 1 and not _surprising(view, judged * log2(view.contract.num_experts or 1)):
+        dead = []
+    if dead:
+        out.finding(
+            "MoE layers whose experts are zero throughout",
+            expected=f"choices of {view.contract.top_k} experts in each of {len(moe)} MoE layers",
+            observed=f"expert 0 in all {judged} rows of {len(dead)} of {len(moe)} MoE layers (layer {ranges(moe[c] for c in dead)})",
+            where=view.where(layer=moe[dead[0]], position=evidence.captured[0][0]),
+            hint="The capture never ran there: a monolithic MoE kernel bypasses it (vLLM #44116, #54730), a pipeline stage was not "
+            "gathered (slime #395), or the layer is dense (declare moe_layers).",
+        )
+    elif judged > 1 and _all_equal(evidence) and _surprising(view, (judged - 1) * len(moe) * _choice_bits(view.contract)):
+        out.finding(
+            "all route rows of a sample are equal",
+            expected="choices that differ between tokens",
+            observed=f"one and the same row {judged} times, in all {len(moe)} MoE layers",
+            where=view.where(position=evidence.captured[0][0]),
+            hint="The buffer was captured once, as under a CUDA graph (SGLang #12162), or one token's row was copied to all.",
+        )
+
+
+def _dead_columns(evidence: RouteEvidence) -> list[int]:
+    """MoE columns whose captured cells are all zero; looks at few rows where the first ones show life."""
+    alive: BoolArray = np.zeros(len(evidence.contract.moe_columns), dtype=bool)
+    for low, high in evidence.captured:
+        for at in range(low, high, _GLANCE):
+            alive |= np.bitwise_or.reduce(evidence.delivered(at, min(high, at + _GLANCE)), axis=0).any(axis=1)
+            if alive.all():
+                return []
+    return np.flatnonzero(~alive).tolist()
+
+
+def _all_equal(evidence: RouteEvidence) -> bool:
+    first = evidence.delivered(evidence.captured[0][0], evidence.captured[0][0] + 1)
+    for low, high in evidence.captured:
+        for at in range(low, high, _GLANCE):
+            if (evidence.delivered(at, min(high, at + _GLANCE)) != first).any():
+                return False
+    return True
+
+
+def _choice_bits(contract: Contract) -> float:
+    return log2(comb(contract.num_experts or 1, contract.top_k or 1))
+
+
+def _surprising(view: RequestView, bits: float) -> bool:
+    return bits >= _SURE_BITS and len(set(view.total_ids)) > _FEW_TOKENS
+
+
+CHECKS = (_distinct, _in_range, _live)
+"""Checks of values."""

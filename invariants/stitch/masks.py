@@ -1,0 +1,104 @@
+"""Stitch checks on the loss mask: one 0 or 1 per token, and nothing trained on that the policy did not sample."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollproof.core.contract import Contract
+from rollproof.invariants._shared.delivery import delivery, missing_reason
+from rollproof.invariants._shared.phrases import count, ranges, share, window
+from rollproof.judging.checks import Check, Collector, request_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.request_view import RequestView
+
+__all__ = ["CHECKS", "NO_TURNS"]
+
+NO_TURNS = "the contract declares no turns of the environment (multi_turn)"
+
+
+def _declared(contract: Contract) -> str | None:
+    return None if contract.loss_mask else "the contract declares no loss mask"
+
+
+@request_check(
+    "stitch.mask-shape",
+    promise="A declared loss mask is there, and holds one 0 or 1 per response token.",
+    needs="a delivered sample",
+    exercised_by="samples with a loss mask",
+    applies=_declared,
+)
+def mask_shape(view: RequestView, out: Collector) -> None:
+    """Presence, length and values."""
+    found = delivery(view)
+    if found is None:
+        return out.absent(missing_reason(view))
+    mask, tokens = found.rollout.loss_mask, len(found.rollout.response_ids)
+    if mask is None:
+        if not tokens:
+            return None
+        return out.finding(
+            "The sample carries no loss mask, although its contract declares one",
+            expected=f"one 0 or 1 per response token: {tokens}",
+            observed="loss_mask is None",
+            where=view.where(),
+            hint="Without a mask every token is trained on; declare loss_mask=False where that is meant.",
+        )
+    out.exercised("samples with a loss mask")
+    if len(mask) != tokens and not found.fits(len(mask)):
+        return out.finding(
+            f"The loss mask has {count(len(mask), 'entry|entries')} for {count(tokens, 'token')}",
+            kind="a loss mask of another length than the tokens",
+            expected=f"one entry per response token: {tokens}",
+            observed=f"{len(mask)}: {window(mask.tolist())}",
+            where=view.where(),
+            hint="A resume must extend the mask with each segment, as it does the tokens (slime #1440).",
+        )
+    stray = [i for i, value in enumerate(mask.tolist()) if value not in (0, 1)]
+    if stray:
+        return out.finding(
+            f"{share(len(stray), tokens, 'entry|entries')} of the loss mask {'is' if len(stray) == 1 else 'are'} neither 0 nor 1",
+            kind="entries of the loss mask are neither 0 nor 1",
+            expected="0 (not trained on) or 1 (trained on)",
+            observed=f"{window(mask.tolist(), stray[0])}, at response index {ranges(stray)}",
+            where=view.where(index=stray[0]),
+            hint="A mask that weighs tokens is multiplied into the loss; weights belong in a field of their own.",
+        )
+    return None
+
+
+@request_check(
+    "stitch.mask-environment",
+    promise="Tokens of the environment (tool output, user turns) stand in the response with loss mask 0.",
+    needs="a multi-turn sample with a loss mask",
+    exercised_by="tokens of the environment",
+    applies=_declared,
+)
+def mask_environment(view: RequestView, out: Collector) -> None:
+    """Look at the mask of every token that no policy sampled."""
+    if not view.contract.multi_turn:
+        out.inapplicable(NO_TURNS)
+    found = delivery(view)
+    if found is None or not found.known:
+        return out.absent(found.why if found else missing_reason(view))
+    runs = [run for run in found.reference.runs if run.attempt < 0]
+    mask = found.rollout.loss_mask
+    if not runs or not found.aligned or mask is None or len(mask) != len(found.rollout.response_ids):
+        return None
+    trained = [i for run in runs for i in range(run.start, min(run.end, found.count)) if mask[i]]
+    total = sum(max(0, min(run.end, found.count) - run.start) for run in runs)
+    out.exercised("tokens of the environment", total)
+    if trained:
+        out.finding(
+            f"{share(len(trained), total, 'token')} of the environment would be trained on",
+            kind="tokens of the environment would be trained on",
+            expected="loss mask 0 on every token that a tool or a user wrote",
+            observed=f"1 at response index {ranges(trained)}",
+            where=view.where(index=trained[0]),
+            hint="The policy is pushed towards text that it did not sample; an attention mask is no loss mask (verl #2543), "
+            "and a mask built from lengths must count the environment's tokens.",
+        )
+    return None
+
+
+CHECKS: tuple[Check, ...] = (mask_shape, mask_environment)

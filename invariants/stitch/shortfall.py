@@ -1,0 +1,87 @@
+"""Shortfall: samples that say ``length`` one token before their budget, whatever the budget is (family ``stitch``).
+
+A single one may have met a cap of the stack's own, which is as good as a budget (``stitch.finish-length``). A cap does not move with
+the budget: where requests of very different budgets all end one token early, the budget was counted wrongly.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollproof.core.contract import Contract
+from rollproof.core.records import FinishReason
+from rollproof.core.trace import Result
+from rollproof.invariants._shared.event_check import Fold
+from rollproof.invariants._shared.phrases import count, listing
+from rollproof.judging.checks import Check, Collector, trace_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.judge import JudgeContext
+
+__all__ = ["CHECKS"]
+
+_APART = 3
+"""Budgets this many times apart: a cap in proportion to the budget, rounded, falls one token short of both by no chance."""
+
+
+class _BudgetUsed(Fold):
+    """Keeps the smallest and the greatest budget that was missed by one token, until one was used in full or missed by more."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._budgets: set[int] = set()
+        self._missed: dict[int, tuple[str, int]] = {}
+        self._samples = 0
+        self._otherwise = False
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        view, rollout = self.context.open.get(event.request_id), event.rollout
+        if view is None or rollout is None or rollout.finish_reason != FinishReason.LENGTH or view.observations or not view.attempts:
+            return
+        budget, grant, size = view.request.budget, view.attempts[0].call.max_tokens, len(rollout.response_ids)
+        if budget is None or budget < 2 or grant is None:
+            return
+        self._budgets = {min(budget, *self._budgets), max(budget, *self._budgets)} if self._budgets else {budget}
+        if grant == size == budget - 1:
+            self._samples += 1
+            self._missed.setdefault(budget, (event.request_id, len(view.request.prompt_ids)))
+            self._missed = {each: self._missed[each] for each in {min(self._missed), max(self._missed)}}
+        else:
+            self._otherwise = True
+
+    def finish(self, out: Collector) -> None:
+        if not self._budgets or max(self._budgets) < _APART * min(self._budgets):
+            out.absent("no two requests of a trace ended by length at budgets three times apart")
+            return
+        out.exercised("ends by length at different budgets")
+        if self._otherwise or len(self._missed) < 2:
+            return
+        low, high = sorted(self._missed)
+        (_, short), (request_id, long) = self._missed[low], self._missed[high]
+        if high < _APART * low or low + short == high + long:
+            return  # prompts and grants that add up to one sum meet the length of a context
+        out.finding(
+            f"All {count(self._samples, 'sample')} that end by length end one token before their budget",
+            kind="all samples that end by length end one token before their budget",
+            expected=f"{listing((low, high))} tokens, the callers' budgets",
+            observed=f"{listing((low - 1, high - 1))} tokens: the first call already is granted one less",
+            where={"request": request_id},
+            hint="The last token of every answer is cut off by a comparison with `<` in place of `<=`, or by a place kept for a token "
+            "that never comes.",
+        )
+
+
+def _ends_declared(contract: Contract) -> str | None:
+    return None if contract.finish_reason else "the contract declares no finish reason"
+
+
+_budget_used = trace_check(
+    "stitch.budget-used",
+    promise="Samples that end by length do not all end one token before their budget.",
+    needs="requests of budgets three times apart whose samples end by length, and their first calls",
+    exercised_by="ends by length at different budgets",
+    applies=_ends_declared,
+)(_BudgetUsed)
+
+
+CHECKS: tuple[Check, ...] = (_budget_used,)

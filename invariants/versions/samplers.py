@@ -1,0 +1,188 @@
+"""Samplers: which labels are right for which tokens of a delivered sample, and how far anybody can know.
+
+Ground truth is the version that the fake engine says sampled a token, under every label that those weights were ever
+published with (a retag makes two of them right). Where there is none, the spans that an engine shows are believed, and
+so is the one label of a call during which its server's weights and label did not change. All else is unknown, and an
+unknown version equals nothing. A stack is not blamed for what its engine showed it: where that was wrong
+(``versions.engine-tags``), or coarser than the truth, either reading is accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from rollproof.core.contract import Versions
+from rollproof.core.records import Version
+from rollproof.invariants._shared.delivery import delivery
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rollproof.judging.request_view import Attempt, History, RequestView
+    from rollproof.judging.stitching import Stretch
+
+__all__ = ["Key", "Sampler", "engines_show_versions", "key", "order", "published", "reply_samplers", "samplers"]
+
+Key: TypeAlias = "int | str | None"
+"""A label in the form in which labels are compared: ``"7"`` and ``7`` are one label (SGLang's are strings)."""
+
+
+def key(label: Version) -> Key:
+    """The label for comparison: whole numbers as ints, also where an engine spells them as strings."""
+    if isinstance(label, str):
+        text = label.strip()
+        return int(text) if text.isascii() and text.removeprefix("-").isdigit() else text
+    return label
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Response tokens ``start`` to ``end`` of ``attempt``, sampled under one version.
+
+    ``labels`` are the right ones (empty: the weights never had one; ``None``: nobody knows). ``accepted`` adds what a
+    stack cannot know better, and is ``None`` where no tag can be called wrong. ``unlabelled``: the weights were loaded and
+    never published. ``exact`` is whether ``accepted`` is the truth alone. ``carried`` are labels of other weights that servers still
+    showed for these, before they were published under one of their own.
+    """
+
+    start: int
+    end: int
+    attempt: int
+    labels: frozenset[Key] | None
+    shown: Key
+    accepted: frozenset[Key] | None
+    unlabelled: bool = False
+    exact: bool = True
+    carried: frozenset[Key] = frozenset()
+
+    @property
+    def misled(self) -> bool:
+        """Whether the engine showed a label that the truth contradicts."""
+        return bool(self.labels) and self.shown is not None and self.shown not in (self.labels or ()) and self.shown not in self.carried
+
+
+def samplers(view: RequestView) -> tuple[Sampler, ...] | None:
+    """The samplers of the delivered response, in order; ``None`` where tokens and reference do not line up."""
+    found = delivery(view)
+    if found is None or not found.known or not found.aligned:
+        return None
+    parts = reply_samplers(view)
+    if found.count == len(found.reference.response_ids):
+        return parts
+    return tuple(replace(part, end=min(part.end, found.count)) for part in parts if part.start < found.count)
+
+
+def reply_samplers(view: RequestView) -> tuple[Sampler, ...]:
+    """The samplers of all tokens that were delivered by the engines, whatever became of them; worked out once."""
+    if "samplers" not in view.memo:
+        view.memo["samplers"] = _samplers(view)
+    out: tuple[Sampler, ...] = view.memo["samplers"]
+    return out
+
+
+def engines_show_versions(view: RequestView) -> bool:
+    """Whether the engines show version labels at all, by contract or, where there is none, by what this request was shown."""
+    if view.engine is not None:
+        return view.engine.versions is not Versions.NONE
+    return any(reply.output.version is not None or reply.output.spans for attempt in view.attempts for reply in attempt.replies)
+
+
+def published(history: History, label: Version) -> bool:
+    """Whether the label was ever published, in either spelling."""
+    return _rank(history, label) is not None
+
+
+def order(history: History, labels: Iterable[Key]) -> dict[Key, int] | None:
+    """Rank of each label: by number where all are numbers, else by first publication; ``None`` where one was never published."""
+    found = set(labels)
+    if all(isinstance(label, int) for label in found):
+        return {label: label for label in found if isinstance(label, int)}
+    ranks = {label: _rank(history, label) for label in found}
+    out = {label: rank for label, rank in ranks.items() if rank is not None}
+    return out if len(out) == len(ranks) else None
+
+
+def _rank(history: History, label: Version) -> int | None:
+    rank = history.rank_of(label)
+    if rank is None and label is not None:
+        rank = history.rank_of(str(label) if isinstance(label, int) else key(label))
+    return rank
+
+
+def _samplers(view: RequestView) -> tuple[Sampler, ...]:
+    by_attempt: dict[int, list[Stretch]] = {}
+    for stretch in view.stitched.stretches:
+        if stretch.attempt >= 0:
+            by_attempt.setdefault(stretch.attempt, []).append(stretch)
+    showing = engines_show_versions(view)
+    return tuple(part for number, stretches in by_attempt.items() for part in _of_call(view, view.attempts[number], stretches, showing))
+
+
+def _of_call(view: RequestView, attempt: Attempt, stretches: Sequence[Stretch], showing: bool) -> list[Sampler]:
+    reply = attempt.consumed
+    spans = bool(reply is not None and reply.output.spans)
+    truths = [_truth(view, attempt, stretch, spans) for stretch in stretches]
+    # one label for a call that several versions sampled says which of them only by convention (admission or emission)
+    blind = not spans and len({truth for truth, _ in truths}) > 1
+    everything = frozenset().union(*(truth for truth, _ in truths if truth is not None))
+    out = []
+    for stretch, (labels, unlabelled) in zip(stretches, truths, strict=True):
+        shown = key(stretch.shown)
+        carried = frozenset(key(label) for label in view.history.carried_of(stretch.true)) if stretch.true is not None else frozenset()
+        accepted: frozenset[Key] | None
+        if labels is None or (shown is None and (unlabelled or showing)):
+            accepted = None  # a tag where none was shown is judged by versions.unknown-stays-unknown
+        elif unlabelled or blind:
+            accepted = everything | {shown} if blind else frozenset({shown})
+        else:
+            early = shown is None or _unnamed(view, attempt, stretch.true)
+            accepted = labels | (carried if early else frozenset()) | ({shown} if shown is not None else frozenset())
+        out.append(
+            Sampler(
+                start=stretch.start,
+                end=stretch.end,
+                attempt=stretch.attempt,
+                labels=labels,
+                shown=shown,
+                accepted=accepted,
+                unlabelled=unlabelled,
+                exact=accepted is not None and accepted == labels,
+                carried=carried,
+            )
+        )
+    return out
+
+
+def _unnamed(view: RequestView, attempt: Attempt, version: Version) -> bool:
+    """Whether the call was made before its server had a label of their own for weights ``version``: it may be told by that of then."""
+    named = view.history.named_at(attempt.call.server_id, version)
+    return named is None or attempt.call.index < named
+
+
+def _truth(view: RequestView, attempt: Attempt, stretch: Stretch, spans: bool) -> tuple[frozenset[Key] | None, bool]:
+    """The labels of the weights that sampled the stretch, and whether those weights were loaded but never published."""
+    history = view.history
+    if stretch.true is not None:
+        labels = history.labels_of(stretch.true)
+        if labels:
+            return frozenset(key(label) for label in labels), False
+        if stretch.true in history.unlabelled():
+            return frozenset(), True
+    if stretch.shown is not None and (spans or _untouched(view, attempt)):
+        return frozenset({key(stretch.shown)}), False
+    return None, False
+
+
+def _untouched(view: RequestView, attempt: Attempt) -> bool:
+    """Whether the server's weights and label stayed the same while it worked on the call; false where no update was recorded at all."""
+    reply = attempt.consumed
+    if reply is None or not view.history.updates:
+        return False
+    server, first, last = attempt.call.server_id, attempt.call.index, reply.index
+    for update in reversed(view.history.updates):
+        if update.index < first:
+            return True
+        if update.server_id == server and update.index < last:
+            return False
+    return True

@@ -1,0 +1,3 @@
+"""Weights: what weight updates, pauses and caches may do to the samples in flight."""
+
+from __future__ import annotations

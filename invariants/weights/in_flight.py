@@ -1,0 +1,393 @@
+"""Weights: what weight updates, pauses and caches may do to the samples in flight.
+
+Which weights served a call is in ``serving``, the update procedure itself in ``updates``; all have ids ``weights.*``.
+Versions are those that the trace knows for true (``Weights.version``, ``Reply.true_tokens``): labels belong to the family
+``versions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from rollproof.core.contract import Provenance, ResumeBy
+from rollproof.core.records import FinishReason, Rollout, Version
+from rollproof.core.trace import Abort, Admit, Call, Fault, Pause, PauseMode, Reply, Result, Resume, Weights
+from rollproof.invariants._shared.event_check import Fold, keep
+from rollproof.invariants.lifecycle.aborts import no_partial_flag, partial_is_off
+from rollproof.invariants.weights import loading, serving, updates
+from rollproof.invariants.weights.serving import MIXED, NO_TRUTH
+from rollproof.judging.checks import Check, Collector, trace_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.judge import JudgeContext
+    from rollproof.judging.request_view import Attempt, RequestView
+    from rollproof.judging.stitching import Stretch
+
+__all__ = ["CHECKS"]
+
+_FREEZING = (PauseMode.KEEP, PauseMode.RETRACT, PauseMode.IN_PLACE)
+
+
+class _NoAdmission(Fold):
+    """A call may be sent to a paused server and be parked or refused; it must not run."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._paused: dict[str, Pause] = {}
+        self._queued: dict[int, str] = {}
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        keep(self._queued, event.call_id, event.server_id)
+        if event.server_id in self._paused:
+            out.exercised("calls sent to a paused server")
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        self._queued.pop(event.call_id, None)
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._paused.setdefault(event.server_id, event)
+        out.exercised("calls queued at a pause", sum(server == event.server_id for server in self._queued.values()))
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._paused.pop(event.server_id, None)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.what == "death" and event.server_id is not None:
+            self._paused.pop(event.server_id, None)
+            self._queued = {call: server for call, server in self._queued.items() if server != event.server_id}
+
+    def on_admit(self, event: Admit, out: Collector) -> None:
+        self._queued.pop(event.call_id, None)
+        pause = self._paused.get(event.server_id)
+        if pause is not None:
+            out.finding(
+                "a call was admitted by a paused server",
+                expected=f"no admission between the pause at event {pause.index} and the resume of {event.server_id}",
+                observed=f"call {event.call_id} was admitted at event {event.index}",
+                where={"call": event.call_id, "server": event.server_id, "index": event.index},
+                hint="A path around the admission gate (proxy workers not paused: AReaL #1618): the call runs while weights are replaced.",
+            )
+
+
+_no_admission = trace_check(
+    "weights.no-admission-while-paused",
+    promise="Between the acknowledgement of a pause and the resume, a server admits no call.",
+    needs="Call, Admit, Pause and Resume events of the servers",
+    exercised_by=("calls sent to a paused server", "calls queued at a pause"),
+)(_NoAdmission)
+
+
+class _NoToken(Fold):
+    """Compares the number of sampled tokens at the pause with that at everything until the resume."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._frozen: dict[str, dict[int, int]] = {}
+        self._mode: dict[str, PauseMode] = {}
+        self._freezes = False
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._freezes = self._freezes or event.mode in _FREEZING
+        if event.server_id in self._frozen:
+            self._compare(event.server_id, event.progress or {}, event.index, out)
+            return
+        self._mode[event.server_id] = event.mode
+        self._frozen[event.server_id] = dict(event.progress or {})
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        self._compare(event.server_id, event.progress or {}, event.index, out)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._compare(event.server_id, event.progress or {}, event.index, out)
+        self._frozen.pop(event.server_id, None)
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        for server, frozen in self._frozen.items():
+            if event.call_id in frozen and not event.duplicate:
+                self._compare(server, {event.call_id: len(event.output.token_ids)}, event.index, out)
+                del frozen[event.call_id]
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.what == "death" and event.server_id is not None:
+            self._frozen.pop(event.server_id, None)
+
+    def finish(self, out: Collector) -> None:
+        resume = self.context.contract.resume
+        if resume is not ResumeBy.ENGINE and not self._freezes:
+            out.inapplicable(f"no pause of this stack freezes calls, which only an engine could continue (resume={str(resume)!r})")
+
+    def _compare(self, server: str, progress: Mapping[int, int], index: int, out: Collector) -> None:
+        frozen = self._frozen.get(server)
+        if not frozen:
+            return
+        for call, now in progress.items():
+            before = frozen.get(call)
+            if before is None:
+                continue
+            out.exercised("frozen calls", int(before > 0))
+            if now > before:
+                frozen[call] = now
+                out.finding(
+                    "a call went on sampling while its server was paused",
+                    expected=f"{before} tokens, as at the pause (mode {self._mode[server]})",
+                    observed=f"{now} tokens at event {index}, before the resume",
+                    where={"call": call, "server": server, "index": index},
+                    hint="The pause does not reach every worker of the engine (sglang #24445), or was acknowledged before its step ended.",
+                )
+
+
+_no_token = trace_check(
+    "weights.no-token-while-paused",
+    promise="A call frozen by a pause samples no token until its server is resumed.",
+    needs="progress of the calls in flight at Pause, and at Weights, Resume or the reply",
+    exercised_by="frozen calls",
+)(_NoToken)
+
+
+class _LabelOnly(Fold):
+    """An abort of everything at the instant of the label is the label's, unless it opens a pause or a load."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._flying: dict[int, str] = {}
+        self._sweep: dict[str, Abort] = {}
+        self._label: dict[str, Weights] = {}
+        self._suspect: dict[int, Weights] = {}
+        self._hit: dict[str, list[tuple[Reply, Weights]]] = {}
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        keep(self._flying, event.call_id, event.server_id)
+
+    def on_abort(self, event: Abort, out: Collector) -> None:
+        if event.wanted == "*":
+            self._sweep[event.server_id] = event
+            self._suspects(event.server_id)
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        if event.loaded:
+            self._clear(event.server_id)
+            return
+        out.exercised("calls in flight when only a label was published", sum(s == event.server_id for s in self._flying.values()))
+        self._label[event.server_id] = event
+        self._suspects(event.server_id)
+
+    def _suspects(self, server: str) -> None:
+        label, sweep = self._label.get(server), self._sweep.get(server)
+        if label is not None and sweep is not None and label.time == sweep.time:
+            self._suspect.update((call, label) for call in sweep.call_ids if call in self._flying)
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._clear(event.server_id)
+
+    def on_admit(self, event: Admit, out: Collector) -> None:
+        self._blame(event.server_id, out)
+
+    def on_reply(self, event: Reply, out: Collector) -> None:
+        server = self._flying.pop(event.call_id, None)
+        label = self._suspect.pop(event.call_id, None)
+        if server is not None and label is not None and event.output.finish_reason is FinishReason.ABORT:
+            self._hit.setdefault(server, []).append((event, label))
+
+    def finish(self, out: Collector) -> None:
+        for server in list(self._hit):
+            self._blame(server, out)
+
+    def _clear(self, server: str) -> None:
+        self._hit.pop(server, None)
+        self._suspect = {call: label for call, label in self._suspect.items() if label.server_id != server}
+        self._sweep.pop(server, None)
+
+    def _blame(self, server: str, out: Collector) -> None:
+        for reply, label in self._hit.pop(server, ()):
+            out.finding(
+                "publishing a version label aborted a call",
+                expected=f"call {reply.call_id} goes on: only the label {label.label!r} was published, no weights were loaded",
+                observed=f"it ended with finish reason abort after {len(reply.output.token_ids)} tokens",
+                where={"call": reply.call_id, "server": server, "index": reply.index},
+                hint="The label's endpoint aborts everything in flight by default: pass abort_all_requests=False (miles #2372, #2589).",
+            )
+
+
+_label_only = trace_check(
+    "weights.label-only-keeps-calls",
+    promise="Publishing a version label alone aborts nothing that is in flight.",
+    needs="Weights events with loaded=False, and the Abort events of the servers",
+    exercised_by="calls in flight when only a label was published",
+)(_LabelOnly)
+
+
+class _Staleness(Fold):
+    """Counts published updates between a sample's oldest trained token and the newest weights that every live server holds."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._rank: dict[Version, int] = {}
+        self._held: dict[str, int] = {}
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        if event.version is None:
+            return
+        if event.label is not None and event.version not in self._rank:
+            held = self._held.get(event.server_id) if event.identity else None
+            self._rank[event.version] = len(set(self._rank.values())) if held is None else held
+        # Weights without a label are not published yet: nobody can be held to them.
+        self._held[event.server_id] = self._rank.get(event.version, self._held.get(event.server_id, 0))
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.what == "death" and event.server_id is not None:
+            self._held.pop(event.server_id, None)
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        view = self.context.open.get(event.request_id)
+        bound = self.context.contract.max_staleness
+        if view is None or event.rollout is None or bound is None or not self._held:
+            return
+        newest = min(self._held.values())
+        oldest = self._oldest(version for attempt in view.attempts for version in _sampled_by(attempt))
+        if oldest is not None and newest - self._rank[oldest] > bound:
+            oldest = self._oldest(_trained(view, event.rollout))
+        if oldest is None:
+            return
+        age = newest - self._rank[oldest]
+        out.exercised("samples older than the newest weights", int(age > 0))
+        if age > bound:
+            out.finding(
+                "a delivered sample is too old",
+                expected=f"at most {bound} updates behind the newest weights",
+                observed=f"its oldest trained token was sampled by version {oldest}, {age} updates behind",
+                where={"request": event.request_id, "version": oldest, "index": event.index},
+                hint="The oldest token decides, not the last version or the one at the start (verl #7569, prime-rl #1764).",
+            )
+
+    def _oldest(self, versions: Iterable[Version]) -> Version:
+        """The version of lowest rank; ``None`` where none of them was published."""
+        return min((version for version in versions if version in self._rank), key=self._rank.__getitem__, default=None)
+
+
+_staleness = trace_check(
+    "weights.staleness-bound",
+    promise="No token of a delivered sample is older than max_staleness weight updates at delivery.",
+    needs="Weights events with labels, and the versions that sampled each token",
+    exercised_by="samples older than the newest weights",
+    applies=lambda contract: None if contract.max_staleness is not None else "the contract promises no staleness bound",
+)(_Staleness)
+
+
+class _OneVersion(Fold):
+    """Calls that a pause froze across the update are excused: who chose that pause chose mixed samples."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._off = partial_is_off(context.header, context.contract)
+        self._freezing: set[str] = set()
+        self._loaded_frozen: set[tuple[str, Version]] = set()
+        self._held: dict[str, Version] = {}
+        self._same: dict[Version, Version] = {}
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        if event.mode in _FREEZING:
+            self._freezing.add(event.server_id)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._freezing.discard(event.server_id)
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        if not event.loaded:
+            return
+        if event.identity and event.server_id in self._held:
+            self._same.setdefault(event.version, self._held[event.server_id])
+        self._held[event.server_id] = self._class(event.version)
+        if event.server_id in self._freezing:
+            self._loaded_frozen.add((event.server_id, event.version))
+
+    def on_result(self, event: Result, out: Collector) -> None:
+        view = self.context.open.get(event.request_id)
+        if not self._off or view is None or event.rollout is None:
+            return
+        if not any(attempt.consumed is not None and attempt.consumed.true_tokens for attempt in view.attempts):
+            out.absent(NO_TRUTH)
+            return
+        out.exercised("samples delivered with partial rollout off")
+        mixed = any(_mixes(attempt) for attempt in view.attempts)
+        if mixed or len({self._class(version) for attempt in view.attempts for version in _sampled_by(attempt)}) > 1:
+            self._walk(view, out)
+
+    def _walk(self, view: RequestView, out: Collector) -> None:
+        """Go through the sample from version to version, and stop at the first change that nothing excuses."""
+        before: Stretch | None = None
+        for stretch in view.stitched_as(Provenance.AS_SAMPLED).stretches:
+            if stretch.attempt < 0:
+                before = None
+            if stretch.true is None or (stretch.true == MIXED and (before is None or before.attempt != stretch.attempt)):
+                continue  # a call that is mixed from its first token on was sampled by one version, over KV of others
+            if before is not None and self._class(before.true) != self._class(stretch.true):
+                call = view.attempts[stretch.attempt].call
+                if before.attempt != stretch.attempt or not self._was_frozen(call.server_id, stretch.true):
+                    out.finding(
+                        "a sample mixes weight versions although partial rollout is off",
+                        expected=f"version {before.true} for the whole turn",
+                        observed=f"from response token {stretch.start} on it was sampled by version {stretch.true}",
+                        where=view.where(position=len(view.request.prompt_ids) + stretch.start, version=stretch.true, call=call.call_id),
+                        hint="A call was still in flight, or was resumed, across the update: drain or drop it first (labs-molt #124).",
+                    )
+                    return
+            before = stretch
+
+    def _was_frozen(self, server: str, version: Version) -> bool:
+        """Whether a pause froze the calls of ``server`` while ``version`` was loaded (mixed: any version)."""
+        return any(one == server and version in (loaded, MIXED) for one, loaded in self._loaded_frozen)
+
+    def _class(self, version: Version) -> Version:
+        return self._same.get(version, version)
+
+
+_one_version = trace_check(
+    "weights.one-version-per-sample",
+    promise="With partial rollout off, every turn of a delivered sample is sampled by one weight version.",
+    needs="a case with partial=False (or resume='none'), and replies that say which weights sampled (true_tokens)",
+    exercised_by="samples delivered with partial rollout off",
+    applies=no_partial_flag,
+)(_OneVersion)
+
+
+def _mixes(attempt: Attempt) -> bool:
+    """Whether tokens of the reply that was received were sampled over KV of several versions."""
+    reply = attempt.consumed
+    return reply is not None and any(span.version == MIXED for span in reply.true_tokens or ())
+
+
+def _sampled_by(attempt: Attempt) -> Iterator[Version]:
+    """The versions that sampled tokens of the reply that was received: the true ones, else those shown; mixed ones left out."""
+    reply = attempt.consumed
+    if reply is None or not reply.output.token_ids:
+        return
+    if reply.true_tokens is None and not reply.output.spans:
+        yield reply.output.version
+        return
+    for span in reply.true_tokens if reply.true_tokens is not None else reply.output.spans:
+        if span.end > span.start and span.version is not None and span.version != MIXED:
+            yield span.version
+
+
+def _trained(view: RequestView, rollout: Rollout) -> Iterator[Version]:
+    """The versions of the tokens that are in the sample and that its loss mask does not leave out."""
+    mask, size = rollout.loss_mask, len(rollout.response_ids)
+    for stretch in view.stitched_as(Provenance.AS_SAMPLED).stretches:
+        if stretch.attempt < 0 or stretch.start >= size:
+            continue
+        if mask is None or stretch.end > len(mask) or mask[stretch.start : stretch.end].any():
+            yield stretch.true if stretch.true is not None else stretch.shown
+
+
+CHECKS: tuple[Check, ...] = (
+    _no_admission,
+    _no_token,
+    _label_only,
+    _staleness,
+    _one_version,
+    *serving.CHECKS,
+    *updates.CHECKS,
+    *loading.CHECKS,
+)
+"""The family ``weights``, in the order of a report."""

@@ -1,0 +1,133 @@
+"""Loading: a weight update that says it is done has brought new weights (family ``weights``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollproof.core.records import Version
+from rollproof.core.trace import Admit, Fault, Update, UpdatePhase, Weights
+from rollproof.invariants._shared.event_check import Ending
+from rollproof.judging.checks import Check, Collector, trace_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.judge import JudgeContext
+
+__all__ = ["CHECKS"]
+
+
+class _Loads(Ending):
+    """Judges the latest update that ended. A stack may load lazily: only a server that served on without loading is blamed."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._held: dict[str, Version] = {}
+        self._loaded_since: set[str] = set()
+        self._ended: Update | None = None
+        self._open = 0
+        self._served: dict[str, Admit] = {}
+        self._excuse: str | None = None
+
+    def on_update(self, event: Update, out: Collector) -> None:
+        """With two updates under way nobody can say whose load is whose: the loads of both count for the last."""
+        if event.phase is UpdatePhase.ASKED:
+            self._conclude(out)
+            if not self._open:
+                self._loaded_since.clear()
+            self._open += 1
+            return
+        self._open -= 1
+        if event.phase is UpdatePhase.ENDED:
+            self._ended = event
+            self._served.clear()
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        if event.loaded:
+            self._held[event.server_id] = event.version
+            self._loaded_since.add(event.server_id)
+
+    def on_admit(self, event: Admit, out: Collector) -> None:
+        if self._ended is not None:
+            self._served.setdefault(event.server_id, event)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if event.what in ("death", "revive", "update-failure"):
+            self._excuse = f"a fault ({event.what}) may explain weights that were not loaded"
+
+    def finish(self, out: Collector) -> None:
+        self._conclude(out)
+
+    def _conclude(self, out: Collector) -> None:
+        """Look at the servers that served after the latest update had ended."""
+        update, self._ended = self._ended, None
+        if update is None:
+            return
+        idle = [server for server in sorted(self._served) if server not in self._loaded_since and self._held.get(server) != update.version]
+        if not idle:
+            out.exercised("updates that ended", int(bool(self._served) or bool(self._loaded_since)))
+        elif self._excuse:
+            out.absent(self._excuse)
+        elif len(idle) == len(self._served):
+            admitted = self._served[idle[0]]
+            out.finding(
+                "an update ended, and no server was given its weights",
+                expected=f"version {update.version} on the servers that serve after update_weights({update.label}) has returned",
+                observed=f"{', '.join(idle)} went on to serve version {self._held.get(idle[0])}; nothing was loaded",
+                where={"version": update.version, "server": idle[0], "call": admitted.call_id, "index": admitted.index},
+                hint="The policy that samples stays behind the one that is trained, whatever its tag says: look for a condition under "
+                "which the transfer is skipped (verl #4248: free_cache_engine=False skipped every weight sync).",
+            )
+
+
+class _FailsWithReason(Ending):
+    """Judges labelled updates, one at a time, in a fleet in which nothing ever broke. To refuse an update without a label is a choice."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._open = 0
+        self._alone = True
+        self._broken = False
+        self._detail = ""
+
+    def on_update(self, event: Update, out: Collector) -> None:
+        if event.phase is UpdatePhase.ASKED:
+            self._open += 1
+            self._alone = self._open == 1
+            return
+        self._open -= 1
+        if event.label is None or self._broken or not self._alone:
+            return
+        out.exercised("updates while nothing was broken")
+        if event.phase is UpdatePhase.FAILED:
+            out.finding(
+                f"update_weights({event.label}) raised, though nothing was broken",
+                kind="an update raised, though nothing was broken",
+                expected="an update that ends: every server was alive, and no transfer failed",
+                observed=self._detail or "it failed",
+                where={"version": event.version, "index": event.index},
+                hint="The error is the stack's own. The policy that samples stays behind the one that is trained.",
+            )
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if event.what == "update-failure" and event.server_id is None:
+            self._detail = event.detail
+        elif event.what in ("death", "revive", "update-failure", "update-hung"):
+            self._broken = True
+
+
+CHECKS: tuple[Check, ...] = (
+    trace_check(
+        "weights.no-failure-without-fault",
+        promise="A labelled weight update fails only where a server or a transfer did.",
+        needs="Update and Fault events",
+        exercised_by="updates while nothing was broken",
+    )(_FailsWithReason),
+    trace_check(
+        "weights.update-loads",
+        promise="A weight update that has ended has brought its weights to the servers.",
+        needs="Update events, and the Weights and Admit events of the servers",
+        exercised_by="updates that ended",
+    )(_Loads),
+)
+"""The checks of this module."""

@@ -1,0 +1,211 @@
+"""Update races: two weight updates at once, and one that runs twice (family ``weights``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollproof.core.trace import Fault, Pause, Resume, Submit, Weights
+from rollproof.invariants._shared.event_check import Fold, case_actions
+from rollproof.judging.checks import Check, Collector, trace_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.judge import JudgeContext
+
+__all__ = ["CHECKS", "SKEWED"]
+
+SKEWED = "the case updates one server on its own (skew), beside the stack's updates"
+
+
+class _AtOnce(Fold):
+    """Base of the checks of two updates at once: they overlap where a paused server is paused again, or where the case says so."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self.overlapped: set[str] = set()
+        self.skewed = bool(case_actions(context.header, "skew"))
+        self._twice = bool(case_actions(context.header, "sync-twice"))
+        self._paused: set[str] = set()
+        self._loads: dict[str, int] = {}
+        self._started = False
+
+    def on_submit(self, event: Submit, out: Collector) -> None:
+        self._started = True
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        if event.server_id in self._paused:
+            self.overlapped.add(event.server_id)
+        self._paused.add(event.server_id)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._paused.discard(event.server_id)
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        if event.loaded and self._started:
+            loads = self._loads[event.server_id] = self._loads.get(event.server_id, 0) + 1
+            if self._twice and loads > 1:
+                self.overlapped.add(event.server_id)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.what == "death" and event.server_id is not None:
+            self._paused.discard(event.server_id)
+
+    def finish(self, out: Collector) -> None:
+        if self.skewed and self.overlapped:
+            out.absent(SKEWED)
+        else:
+            out.exercised("updates started at once", len(self.overlapped))
+
+
+@dataclass(slots=True)
+class _Session:
+    """A server's pauses that no resume has matched yet; ``cut`` is a resume among them, ``loaded`` a load after it."""
+
+    paused: bool = True
+    pauses: int = 1
+    cut: Resume | None = None
+    loaded: Weights | None = None
+
+
+class _Nesting(_AtOnce):
+    """Two pauses, a resume, a load into the serving server and another resume: the first resume cut into the other update."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._sessions: dict[str, _Session] = {}
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        super().on_pause(event, out)
+        session = self._sessions.get(event.server_id)
+        if session is not None and session.paused:
+            session.pauses += 1
+        else:
+            self._sessions[event.server_id] = _Session()
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        super().on_weights(event, out)
+        session = self._sessions.get(event.server_id)
+        if event.loaded and session is not None and session.cut is not None:
+            session.loaded = event
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if event.what == "death" and event.server_id is not None:
+            self._sessions.pop(event.server_id, None)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        super().on_resume(event, out)
+        session = self._sessions.get(event.server_id)
+        if session is None:
+            return
+        if session.cut is not None and session.loaded is not None and not self.skewed:
+            out.finding(
+                "two updates at once cut into each other",
+                expected=f"{event.server_id} stays paused until both updates have loaded their weights",
+                observed=f"paused twice, resumed at event {session.cut.index}, loaded at event {session.loaded.index} while serving, "
+                f"resumed again at event {event.index}",
+                where={"server": event.server_id, "index": session.cut.index},
+                hint="Updates need a lock or a count of pauses: the first resume served from weights that the other was loading.",
+            )
+        session.paused = False
+        session.pauses -= 1
+        session.cut, session.loaded = event, None
+        if session.pauses <= 0:
+            del self._sessions[event.server_id]
+
+
+_nesting = trace_check(
+    "weights.updates-do-not-interleave",
+    promise="Of two updates at once, none resumes a server that the other has paused and not yet loaded.",
+    needs="Pause, Weights and Resume events of two updates that overlap",
+    exercised_by="updates started at once",
+)(_Nesting)
+
+
+class _NewestStays(_AtOnce):
+    """Versions are compared where they are numbers; a roll-back without overlapping updates is nobody's fault."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._newest: dict[str, Weights] = {}
+        self._held: dict[str, Weights] = {}
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        super().on_weights(event, out)
+        if not event.loaded or not isinstance(event.version, int):
+            return
+        self._held[event.server_id] = event
+        newest = self._newest.get(event.server_id)
+        if newest is None or not isinstance(newest.version, int) or event.version >= newest.version:
+            self._newest[event.server_id] = event
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if event.what == "death" and event.server_id is not None:
+            self._newest.pop(event.server_id, None)
+            self._held.pop(event.server_id, None)
+
+    def finish(self, out: Collector) -> None:
+        super().finish(out)
+        for server, newest in self._newest.items():
+            held = self._held[server]
+            if held.version == newest.version or self.skewed or server not in self.overlapped:
+                continue
+            out.finding(
+                "an older update overwrote a newer one",
+                expected=f"version {newest.version}, loaded at event {newest.index}, stays on {server}",
+                observed=f"version {held.version} was loaded after it, at event {held.index}, and is served to the end",
+                where={"server": server, "version": held.version, "index": held.index},
+                hint="Two updates at once must take turns in the order in which they were started.",
+            )
+
+
+_newest_stays = trace_check(
+    "weights.newest-update-stays",
+    promise="Of two updates at once, the newer weights are served in the end.",
+    needs="Weights events of two updates that overlap, with numbered versions",
+    exercised_by="updates started at once",
+)(_NewestStays)
+
+
+class _OneLoad(Fold):
+    """The same label again is a repetition; reloads after a death or a failed update, or under a new label, are none."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._held: dict[str, Weights] = {}
+        self._started = False
+
+    def on_submit(self, event: Submit, out: Collector) -> None:
+        self._started = True
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        if event.what in ("death", "revive", "update-failure"):
+            self._held.clear()
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        if not self._started or not event.loaded:
+            return
+        out.exercised("loads")
+        before = self._held.get(event.server_id)
+        self._held[event.server_id] = event
+        if before is not None and event.label is not None and (before.version, before.label) == (event.version, event.label):
+            out.finding(
+                "a server loaded the same version twice",
+                expected=f"one load of version {event.version}, published as {event.label!r}, by {event.server_id}",
+                observed=f"loads at events {before.index} and {event.index}",
+                where={"server": event.server_id, "version": event.version, "index": event.index},
+                hint="A cancelled or retried update ran again although the first one had done its work (prime-rl #2004).",
+            )
+
+
+_one_load = trace_check(
+    "weights.one-load-per-version",
+    promise="A server loads each published version once.",
+    needs="Weights events",
+    exercised_by="loads",
+)(_OneLoad)
+
+
+CHECKS: tuple[Check, ...] = (_nesting, _newest_stays, _one_load)
+"""The checks of this module, in the order of a report."""

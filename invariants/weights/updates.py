@@ -1,0 +1,260 @@
+"""Updates: the procedure that brings new weights to the servers, judged by its pauses, loads and resumes (family ``weights``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollproof.core.records import Version
+from rollproof.core.trace import Call, Fault, Pause, Resume, Submit, Weights
+from rollproof.invariants._shared.event_check import Ending, case_actions
+from rollproof.invariants.weights import update_races
+from rollproof.judging.checks import Check, Collector, trace_check
+
+if TYPE_CHECKING:
+    from rollproof.judging.judge import JudgeContext
+
+__all__ = ["CHECKS"]
+
+_EXCUSES = {"death": "the death of a server", "revive": "the revival of a server", "update-failure": "a failed update"}
+
+
+class _Ends(Ending):
+    """An update that outlasts the deadline is recorded as the fault ``update-hung``."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._started = False
+
+    def on_submit(self, event: Submit, out: Collector) -> None:
+        self._started = True
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        if self._started:
+            out.exercised("updates")
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if event.what == "update-hung":
+            out.finding(
+                "a weight update never ended",
+                expected="every update ends, with new weights or with an error",
+                observed=f"it did not end within the deadline ({event.detail or 'no detail'})",
+                where={"server": event.server_id, "index": event.index},
+                hint="It waits for calls that wait for it: a lock held across the pause, a drain of parked calls (sglang #25319).",
+            )
+
+
+_ends = trace_check(
+    "weights.updates-end",
+    promise="Every weight update ends.",
+    needs="Weights events, and Fault update-hung where one did not end",
+    exercised_by="updates",
+)(_Ends)
+
+
+class _EveryReplica(Ending):
+    """Replicas may differ during an update, and while a death, a failed update or a declared skew explains it."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._held: dict[str, frozenset[Version]] = {}
+        self._dead: dict[str, frozenset[Version]] = {}
+        self._paused: set[str] = set()
+        self._started = False
+        self._latest: Weights | None = None
+        self._excuse: str | None = None
+        self._skewed = {action.get("server") for action in case_actions(context.header, "skew")}
+
+    def on_submit(self, event: Submit, out: Collector) -> None:
+        self._started = True
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        if event.server_id not in self._dead:
+            self._held.setdefault(event.server_id, frozenset())
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._held.setdefault(event.server_id, frozenset())
+        self._paused.add(event.server_id)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._paused.discard(event.server_id)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if event.what in _EXCUSES:
+            self._excuse = f"{_EXCUSES[event.what]} came after the last update that reached every replica"
+        if event.server_id is not None and event.what == "death":
+            self._dead[event.server_id] = self._held.pop(event.server_id, frozenset())
+            self._paused.discard(event.server_id)
+        elif event.server_id is not None and event.what == "revive":
+            self._held[event.server_id] = self._dead.pop(event.server_id, frozenset())
+
+    def on_weights(self, event: Weights, out: Collector) -> None:
+        if not event.loaded or event.version is None:
+            return
+        before = self._held.get(event.server_id, frozenset())
+        self._held[event.server_id] = before | {event.version} if event.identity else frozenset((event.version,))
+        self._latest = event
+        if not self._behind():
+            self._excuse = None
+            if self._started and len(self._held) > 1:
+                out.exercised("updates of several replicas")
+
+    def _behind(self) -> list[str]:
+        latest = self._latest
+        return [] if latest is None else [server for server, held in self._held.items() if latest.version not in held]
+
+    def finish(self, out: Collector) -> None:
+        behind = self._behind()
+        if not behind or self._latest is None:
+            return
+        ahead = [server for server in self._held if server not in behind]
+        if len(ahead) == 1 and (ahead[0] in self._skewed or None in self._skewed):
+            out.absent(update_races.SKEWED)
+        elif self._excuse or self._paused or not self.complete:
+            out.absent(self._excuse or "the trace ends in the middle of an update")
+        else:
+            for server in behind:
+                held = "/".join(sorted(map(str, self._held[server]))) or "whatever it started with"
+                out.finding(
+                    "an update left a replica out",
+                    expected=f"version {self._latest.version} on all of {sorted(self._held)}",
+                    observed=f"{server} still holds {held}",
+                    where={"server": server, "version": self._latest.version, "index": self._latest.index},
+                    hint="Its samples come from older weights, whatever tag it shows: check the list of replicas that the update walks.",
+                )
+
+
+_every_replica = trace_check(
+    "weights.every-replica-updated",
+    promise="When a weight update has ended, every live replica holds the new weights.",
+    needs="Weights events of two or more servers, in a trace that runs to its end",
+    exercised_by="updates of several replicas",
+)(_EveryReplica)
+
+
+class _EveryPause(Ending):
+    """Pauses that a failed update left behind are ``failed-update-resumes``'s to judge."""
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._paused: dict[str, Pause] = {}
+        self._failed: set[str] = set()
+        self._waiting: dict[str, set[str]] = {}
+
+    def on_call(self, event: Call, out: Collector) -> None:
+        if event.server_id in self._paused:
+            self._waiting.setdefault(event.server_id, set()).add(event.request_id)
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        self._paused.setdefault(event.server_id, event)
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        if self._paused.pop(event.server_id, None) is not None:
+            out.exercised("pauses")
+        self._failed.discard(event.server_id)
+        self._waiting.pop(event.server_id, None)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if _procedure_failed(event):
+            self._failed.update(self._paused)
+        elif event.what == "death" and event.server_id is not None:
+            self._paused.pop(event.server_id, None)
+            self._failed.discard(event.server_id)
+
+    def finish(self, out: Collector) -> None:
+        for server, pause in self._paused.items():
+            stuck = sorted(self._waiting.get(server, set()).intersection(self.hung))
+            if server in self._failed:
+                continue
+            if not self.complete and not stuck:
+                out.absent("the trace ends while a server is paused, and may have been cut there")
+                continue
+            out.finding(
+                "a server was never resumed",
+                expected=f"a resume of {server} after its pause (mode {pause.mode}) at event {pause.index}",
+                observed="none until the end of the trace" + (f"; requests {stuck} hang on it" if stuck else ""),
+                where={"server": server, "index": pause.index},
+                hint="Whoever pauses must resume on every path, also when nothing was to be loaded.",
+            )
+
+
+_every_pause = trace_check(
+    "weights.every-pause-resumes",
+    promise="Every pause of a server ends with a resume.",
+    needs="Pause and Resume events, in a trace that runs to its end or hangs",
+    exercised_by="pauses",
+)(_EveryPause)
+
+
+class _FailedUpdate(Ending):
+    """Judged when the procedure has given up: an update that tries again by itself has not failed.
+
+    The next update finding the server still paused is too late: in between its callers waited for nothing.
+    """
+
+    def __init__(self, context: JudgeContext) -> None:
+        super().__init__(context)
+        self._paused: dict[str, None] = {}
+        self._failed: dict[str, Fault] = {}
+
+    def on_pause(self, event: Pause, out: Collector) -> None:
+        failure = self._failed.pop(event.server_id, None)
+        if failure is not None:
+            self._blame(event.server_id, failure, f"it was still paused when the next update began, at event {event.index}", out)
+        self._paused[event.server_id] = None
+
+    def on_resume(self, event: Resume, out: Collector) -> None:
+        self._paused.pop(event.server_id, None)
+        self._failed.pop(event.server_id, None)
+
+    def on_fault(self, event: Fault, out: Collector) -> None:
+        super().on_fault(event, out)
+        if _procedure_failed(event):
+            out.exercised("failed updates")
+            self._failed.update(dict.fromkeys(self._paused, event))
+        elif event.what == "death" and event.server_id is not None:
+            self._paused.pop(event.server_id, None)
+            self._failed.pop(event.server_id, None)
+
+    def finish(self, out: Collector) -> None:
+        for server, failure in self._failed.items():
+            if self.complete or self.hung:
+                tail = f"; requests {sorted(self.hung)} hang" if self.hung else ""
+                self._blame(server, failure, f"it was still paused at the end of the trace{tail}", out)
+            else:
+                out.absent("the trace ends after a failed update, and may have been cut there")
+
+    def _blame(self, server: str, failure: Fault, observed: str, out: Collector) -> None:
+        out.finding(
+            "a failed update left a replica paused",
+            expected=f"{server} is resumed before the update gives up at event {failure.index} ({failure.detail or 'no detail'})",
+            observed=observed,
+            where={"server": server, "index": failure.index},
+            hint="Resume in a `finally` (verl CheckpointEngineManager.update_weights has none): until then clients park or retry. "
+            "If your trainer always retries a failed update at once, list this check as an expected failure with that reason.",
+        )
+
+
+_failed_update = trace_check(
+    "weights.failed-update-resumes",
+    promise="A weight update that fails leaves no replica paused.",
+    needs="an update procedure that gives up (Fault update-failure without a server)",
+    exercised_by="failed updates",
+)(_FailedUpdate)
+
+
+def _procedure_failed(event: Fault) -> bool:
+    """Whether a whole update gave up; with a server, only one transfer broke, and the procedure may still try again."""
+    return event.what == "update-failure" and event.server_id is None
+
+
+CHECKS: tuple[Check, ...] = (
+    _ends,
+    _every_replica,
+    _every_pause,
+    _failed_update,
+    *update_races.CHECKS,
+)
+"""The checks of this module, in the order of a report."""

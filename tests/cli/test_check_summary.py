@@ -1,0 +1,20 @@
+"""What `rollproof check` says behind its report: what held, what was not judged and why."""
+
+from __future__ import annotations
+
+from rollproof.cli.check_summary import judged_lines
+from rollproof.judging.judge import judge
+from tests.support.rollouts import Part, tell
+
+
+def test_what_did_not_occur_is_named_of_the_checks_that_waited_for_it_alone() -> None:
+    """A check that is unknown for a reason of its own says it above: requests did end, and nobody watched the caller's objects."""
+    trace = tell(Part(tokens=(11, 12), reason="stop"), driven=False).trace()
+    results = judge(trace).results
+    objects = next(one for one in results if one.id == "stitch.caller-objects")
+    assert "the trace was recorded, and nobody watched the caller's objects" == objects.reason
+    said = " ".join(" ".join(text.split()) for _, text in judged_lines(results, told=True))
+    idle = sum(one.reason.startswith("not exercised") for one in results)
+    assert f"not judged: {idle} checks (" in said
+    assert "ended requests" not in said
+    assert "calls sent to a paused server" in said

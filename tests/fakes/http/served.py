@@ -1,0 +1,72 @@
+"""Servers for the tests of the faces: in a thread of their own, on real loopback, for as long as a test module needs them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any
+
+import httpx
+
+from rollproof.fakes.http.engine_backend import Backing, ServeOptions
+from rollproof.fakes.http.fault_plan import FaultPlan
+from rollproof.fakes.http.serving import serving
+
+__all__ = ["Served", "served"]
+
+
+class Served:
+    """A running server: ``client`` asks it, ``do`` runs something in its loop."""
+
+    def __init__(self, url: str, backing: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.url, self.backing, self._loop = url, backing, loop
+        self.client = httpx.Client(base_url=url, timeout=30)
+
+    def do(self, what: Callable[[], Any]) -> Any:
+        """What ``what()`` gives, called in the server's thread."""
+
+        async def call() -> Any:
+            return what()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(30)
+
+
+@contextmanager
+def served(face: str, options: ServeOptions | None = None, *, plan: FaultPlan | None = None) -> Iterator[Served]:
+    """One server."""
+    with running(lambda: serving(face, options, plan=plan)) as found:
+        yield found
+
+
+@contextmanager
+def running(make: Callable[[], AbstractAsyncContextManager[tuple[str, Backing | Any]]]) -> Iterator[Served]:
+    """Whatever ``make`` makes, in a thread of its own."""
+    ready: list[Served | BaseException] = []
+    told, end = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        try:
+            async with make() as (url, backing):
+                ready.append(Served(url, backing, asyncio.get_running_loop()))
+                told.set()
+                await asyncio.to_thread(end.wait)
+        except BaseException as error:
+            ready.append(error)
+            raise
+        finally:
+            told.set()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    told.wait(60)
+    found = ready[0]
+    if not isinstance(found, Served):
+        raise found
+    try:
+        yield found
+    finally:
+        found.client.close()
+        end.set()
+        thread.join(30)

@@ -1,0 +1,173 @@
+"""Streams that break off on a socket: what the client has of them is its own, and what it makes of that is judged by what it sends next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from rollproof.core.case import EngineOptions
+from rollproof.core.contract import Contract
+from rollproof.core.records import FinishReason, Request, Rollout
+from rollproof.core.trace import Fault, Reply
+from rollproof.fakes.http.engine_backend import Backing, ServeOptions
+from rollproof.fakes.http.fault_plan import FaultPlan
+from rollproof.fakes.http.trace_client import Teller
+from rollproof.judging.judge import Judgement, judge
+from tests.fakes.http.served import Served, served
+from tests.fakes.http.test_telling import CONTRACT, OPTIONS
+
+BUDGET = 40
+ENGINE = EngineOptions(step=0.001, prefix_cache=True)
+SGLANG = replace(OPTIONS, engine=ENGINE)
+VLLM = ServeOptions(
+    flavour="vllm", model=OPTIONS.model, engine=ENGINE, contract=Contract(**{**CONTRACT, "dtype": "uint8", "logprobs": "raw"})
+)
+FACES = [("sglang", SGLANG), ("sglang", replace(SGLANG, incremental=True)), ("vllm", VLLM)]
+
+
+class Client:
+    """Streams one request, breaks off its first call after ``leave`` events, and goes on: with the tokens that it has, or ``anew``."""
+
+    def __init__(self, server: Served, face: str, *, incremental: bool) -> None:
+        self.server, self.face, self.delta = server, face, incremental or face == "vllm"
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+
+    def rollout(self, request: Request, *, leave: int | None, anew: bool) -> Rollout:
+        self._call(request, leave)
+        if anew:
+            self.ids, self.logprobs = [], []
+        while len(self.ids) < BUDGET:
+            self._call(request, None)
+        return Rollout(
+            request_id=request.request_id,
+            prompt_ids=request.prompt_ids,
+            response_ids=tuple(self.ids),
+            finish_reason=FinishReason.LENGTH,
+            logprobs=np.array(self.logprobs),
+        )
+
+    def _call(self, request: Request, leave: int | None) -> None:
+        prompt, budget = [*request.prompt_ids, *self.ids], BUDGET - len(self.ids)
+        ids, logprobs, ended = [], [], False
+        try:
+            path, body = self._asked(prompt, budget)
+            with self.server.client.stream("POST", path, json=body, headers=dict(Teller.headers(request.request_id))) as reply:
+                for number, event in enumerate(_events(reply)):
+                    if number == leave:
+                        break
+                    new, values, ended = self._read(event)
+                    ids, logprobs = (ids + new, logprobs + values) if self.delta else (new, values)
+        except httpx.TransportError:
+            pass
+        assert ended or leave is not None or len(ids) < budget
+        self.ids, self.logprobs = self.ids + ids, self.logprobs + logprobs
+
+    def _asked(self, prompt: list[int], budget: int) -> tuple[str, Any]:
+        if self.face == "sglang":
+            return "/generate", {
+                "input_ids": prompt,
+                "sampling_params": {"max_new_tokens": budget},
+                "return_logprob": True,
+                "stream": True,
+            }
+        return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": {"max_tokens": budget, "logprobs": 0}, "stream": True}
+
+    def _read(self, event: Any) -> tuple[list[int], list[float], bool]:
+        if self.face == "sglang":
+            meta = event["meta_info"]
+            return event["output_ids"], [pair[0] for pair in meta["output_token_logprobs"]], meta["finish_reason"] is not None
+        (choice,) = event["choices"]
+        logprobs = [one["logprob"] for one in choice["logprobs"]["content"]] if choice["logprobs"] else []
+        return choice["token_ids"], logprobs, choice["finish_reason"] is not None
+
+
+def _events(reply: httpx.Response) -> Iterator[Any]:
+    for line in reply.iter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def judged(server: Served, options: ServeOptions) -> tuple[Judgement, list[Any]]:
+    trace = server.do(lambda: server.backing.recorder.trace(Backing.header(options)))
+    return judge(trace), list(trace.events)
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize(("face", "options"), FACES)
+def test_a_client_that_leaves_a_stream_may_keep_what_it_has_or_begin_again(face: str, options: ServeOptions, anew: bool) -> None:
+    """Wherever it leaves; the trace says that nobody received those replies whole, and the samples are found right."""
+    with served(face, options) as server:
+        teller = Teller(server.url)
+        for number, leave in enumerate((0, 1, 3, 20, 38)):
+            request = Request(request_id=f"r{number}", prompt_ids=(11, 12, 30 + number), max_tokens=BUDGET, want_routes=False)
+            teller.submit(request)
+            client = Client(server, face, incremental=options.incremental)
+            teller.result(client.rollout(request, leave=leave, anew=anew))
+        found, events = judged(server, options)
+    assert () == found.failed, [result.findings for result in found.results if result.findings]
+    assert {"stitch.tokens", "stitch.resume-prompt", "stitch.logprobs-paired", "stitch.budget-granted"} <= {
+        result.id for result in found.results if result.verdict == "pass"
+    }
+    unheard = [event for event in events if isinstance(event, Reply) and not event.delivered]
+    assert 5 == len(unheard) + sum(isinstance(event, Fault) and event.what == "broken-stream" for event in events)
+
+
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("kind", ["reset", "truncate", "wrong-length"])
+@pytest.mark.parametrize(("face", "options"), FACES)
+def test_a_client_whose_stream_is_broken_may_keep_what_it_has_or_begin_again(
+    face: str, options: ServeOptions, kind: str, anew: bool
+) -> None:
+    """A planned fault of the wire; a reset may take along what had been sent before it."""
+    plan = FaultPlan.from_dict({"faults": [{"do": kind, "nth": [1, 3], "keep": 0.6}]})
+    with served(face, options, plan=plan) as server:
+        teller = Teller(server.url)
+        for number in range(2):
+            request = Request(request_id=f"r{number}", prompt_ids=(11, 12, 30 + number), max_tokens=BUDGET, want_routes=False)
+            teller.submit(request)
+            teller.result(Client(server, face, incremental=options.incremental).rollout(request, leave=None, anew=anew))
+        found, events = judged(server, options)
+    assert () == found.failed, [result.findings for result in found.results if result.findings]
+    assert ["lost-reply", "lost-reply"] == [event.what for event in events if isinstance(event, Fault)]
+
+
+@pytest.mark.parametrize("wrong", ["stitch.tokens", "stitch.resume-prompt", "stitch.logprobs-paired"])
+def test_a_client_that_is_wrong_about_what_it_has_is_found(wrong: str) -> None:
+    """A token of it that is lost in the sample, one that is sent twice, logprobs that are shifted by one."""
+
+    class Wrong(Client):
+        def _call(self, request: Request, leave: int | None) -> None:
+            super()._call(request, leave)
+            if leave is not None and wrong == "stitch.resume-prompt":
+                self.ids.append(self.ids[-1])
+                self.logprobs.append(self.logprobs[-1])
+            if leave is not None and wrong == "stitch.logprobs-paired":
+                self.logprobs = [*self.logprobs[1:], self.logprobs[0]]
+
+        def rollout(self, request: Request, *, leave: int | None, anew: bool) -> Rollout:
+            sample = super().rollout(request, leave=leave, anew=anew)
+            if wrong != "stitch.tokens":
+                return sample
+            assert leave is not None
+            gone = leave - 1
+            assert sample.logprobs is not None
+            return replace(
+                sample,
+                response_ids=sample.response_ids[:gone] + sample.response_ids[gone + 1 :],
+                logprobs=np.delete(sample.logprobs, gone),
+            )
+
+    with served("sglang", SGLANG) as server:
+        teller = Teller(server.url)
+        request = Request(request_id="r0", prompt_ids=(11, 12, 13), max_tokens=BUDGET, want_routes=False)
+        teller.submit(request)
+        teller.result(Wrong(server, "sglang", incremental=False).rollout(request, leave=6, anew=False))
+        found, _ = judged(server, SGLANG)
+    assert wrong in found.failed

@@ -1,0 +1,176 @@
+"""`rollproof serve` as a process: what it refuses to start with, how it ends, and what is left of its trace."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rollproof.cli.app import run
+from rollproof.store import TraceReader
+
+CALL = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}, "return_routed_experts": True}
+PROMISED = (Path(__file__).parents[3] / "docs" / "example" / "served_contract.toml").read_text(encoding="utf-8")
+resource = pytest.importorskip("resource", reason="POSIX only")
+
+
+@contextmanager
+def started(*arguments: str, before: Callable[[], None] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the address of a server that listens. Background runs ignore SIGINT, which a child would inherit."""
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if before is not None:
+            before()
+
+    command = [sys.executable, "-m", "rollproof", "serve", "--as", "sglang", "--quiet", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=prepare)
+    assert process.stderr is not None
+    try:
+        found = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())
+        assert found is not None
+        until(lambda: answered(found.group()) is not None)
+        yield process, found.group()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def answered(url: str, path: str = "/health", body: object = None) -> int | None:
+    """The status; ``None`` where nobody answers."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=10) as reply:  # noqa: S310 - our own server
+            reply.read()
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end, "it did not happen within a minute"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--flavour vllm", "--flavour vllm cannot be had with --as sglang: choose one of ['sglang', 'sglang-0.5.17']."),
+        ("--routes npy", "--routes npy cannot be had with --as sglang: choose one of ['int32', 'compact']."),
+        ("--router slime", "--router needs --workers N with more than one"),
+        ("--router nosuch --workers 2", "--router nosuch cannot be had with --as sglang: choose one of ['gateway', 'slime']."),
+        ("--step inf", "Invalid value for '--step'"),
+        ("--trace .", "--trace . exists: name a new file, or remove it before."),
+        ("--port 70000", "--port must be 0 to 65535, not 70000."),
+        ("--as vllm --incremental", "--incremental is SGLang's"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_in_one_line(
+    arguments: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """254 before a port is taken; what would be ignored is refused, too."""
+    monkeypatch.chdir(tmp_path)
+    assert 254 == run(["serve", *([] if "--as" in arguments else ["--as", "sglang"]), *arguments.split()])
+    said = capsys.readouterr().err
+    assert text in said
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("contract.json", "[1]", "The contract contract.json must be an object with the fields of docs/contract.md, not a list."),
+        ("contract.toml", 'rows = "T"', "contract.toml: The contract cannot be used:\n  - resume must be declared."),
+        (
+            "contract.toml",
+            PROMISED.replace("num_layers = 3", "num_layers = 4"),
+            "The contract contract.toml is about another model: num_layers is 4 there, and 3 of the served model.",
+        ),
+        (
+            "plan.toml",
+            '[[actions]]\ndo = "kill"\nserver = "s1"\nwhen = { request = "r", tokens = 1 }',
+            "plan.toml: server s1 cannot be had with --as sglang --workers 1: choose one of ['s0'].",
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_the_server_is_refused(
+    name: str, text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, and in words of the file."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(text, encoding="utf-8")
+    option = "--fault-plan" if name.startswith("plan") else "--contract"
+    assert 254 == run(["serve", "--as", "sglang", option, name])
+    assert words in capsys.readouterr().err
+
+
+def test_a_taken_port_is_told() -> None:
+    """With the port, and what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert 254 == run(["serve", "--as", "sglang", "--port", str(taken.getsockname()[1])])
+
+
+def test_a_killed_server_loses_no_more_than_a_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was recorded is in the file a second later, however little it is; `check` says what it could not judge, why, and what to do."""
+    trace = tmp_path / "served.arrow"
+    with started("--trace", str(trace)) as (process, url):
+        assert 200 == answered(url, "/generate", CALL)
+        until(lambda: len(list(TraceReader(trace))) == 4)
+        process.kill()
+        process.wait(30)
+    reader = TraceReader(trace)
+    assert ["weights", "call", "admit", "reply"] == [event.kind for event in reader]
+    assert reader.ending is not None
+    assert (False, 0) == (reader.ending.closed, reader.ending.lost)
+    assert 2 == run(["check", str(trace)])
+    told = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"not judged: \d+ checks \(stitch \d+, .*\): they are about requests and samples, and nobody told", told)
+    assert "nothing of what they wait for occurred (" in told
+    assert "next: have your stack tell them. `rollproof serve --contract FILE`" in told
+
+
+def test_a_full_disk_ends_the_server_and_is_told_once(tmp_path: Path) -> None:
+    """A server whose trace cannot be written is of no use: it ends with 254 and the reason; what it wrote before is readable."""
+    trace = tmp_path / "served.arrow"
+
+    def bounded() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    with started("--trace", str(trace), before=bounded) as (process, url):
+        until(lambda: answered(url, "/generate", CALL) is None)
+        process.wait(30)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert (254, 1) == (process.returncode, said.count("\n")), said
+    assert f"rollproof: error: {trace} could not be written: [Errno 27]" in said
+    assert "call" in [event.kind for event in TraceReader(trace)]
+
+
+def test_a_client_in_the_middle_of_its_request_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Nor is it told with a traceback."""
+    with started() as (process, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as half:
+            half.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+            assert 200 == answered(url)
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+        assert process.stderr is not None
+        assert (0, False) == (process.returncode, "Traceback" in process.stderr.read())

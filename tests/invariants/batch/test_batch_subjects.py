@@ -1,0 +1,94 @@
+"""Batch subjects that cannot be judged, and traces about batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.core.records import BatchRow, Rollout
+from rollproof.errors import SubjectError
+from rollproof.judging.checks import Verdict, default_registry
+from rollproof.judging.judge import judge
+from rollproof.verification.batch_cases import batch_cases
+from rollproof.verification.batches import judge_batches, record_batches
+from tests.support.batches import Padder, padded_contract
+from tests.support.building import TraceBuilder, contract
+
+
+def _raises() -> Padder:
+    raise RuntimeError("no tokenizer")
+
+
+class _NoMethod:
+    contract = padded_contract()
+
+    def collate(self, samples: list[Rollout]) -> list[Rollout]:
+        return samples
+
+
+class _BadRows(Padder):
+    def rows(self, batch: list[BatchRow]) -> Any:
+        return {"rows": batch}
+
+
+class _BadShape(Padder):
+    def rows(self, batch: list[BatchRow]) -> list[BatchRow]:
+        return [replace(row, attention=row.attention[:-1]) for row in batch]
+
+
+class _BadRank(Padder):
+    def rows(self, batch: list[BatchRow]) -> list[BatchRow]:
+        return [
+            replace(row, routes=np.zeros((2, 2)))  # type: ignore[arg-type]
+            for row in batch
+        ]
+
+
+class _RaisesInRows(Padder):
+    def rows(self, batch: list[BatchRow]) -> list[BatchRow]:
+        raise KeyError("responses")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (_raises, "could not be made: RuntimeError: no tokenizer"),
+        (_NoMethod, r"without \['rows'\]: a BatchSubject has"),
+        (_BadRows, "must return a list of BatchRow, not dict"),
+        (_BadRank, r"routes must be a 3-D array of integers, not float64 \(2, 2\)"),
+        (_BadShape, r"attention has the shape \(17,\) beside token_ids \(18,\)"),
+        (_RaisesInRows, "rows raised KeyError: 'responses' on the batch of 'one sample'"),
+    ],
+)
+def test_an_unusable_subject_gets_one_clear_error(factory: Callable[[], Any], message: str) -> None:
+    """What the adapter does wrong is told apart from what the stack does wrong."""
+    with pytest.raises(SubjectError, match=message):
+        judge_batches(factory)
+
+
+def test_batch_checks_judge_traces_about_batches_only() -> None:
+    """In a trace of rollouts they do not apply, and in a trace of batches nothing else does."""
+    rollouts = judge(TraceBuilder(contract()).submit().result((3,)).trace(), default_registry())
+    batches = judge(record_batches(Padder), default_registry())
+    assert rollouts["batch.tokens"].verdict is Verdict.NOT_APPLICABLE
+    assert rollouts["batch.tokens"].reason == "it judges batches, and this trace is about rollouts"
+    assert {r.id.partition(".")[0] for r in batches.results if r.verdict is not Verdict.NOT_APPLICABLE} == {"batch"}
+
+
+def test_cases_say_what_is_wrong_with_them() -> None:
+    """Malformed cases name the defect and the sample; nothing else of theirs is malformed."""
+    cases = batch_cases(padded_contract())
+    assert [case.name for case in cases if not case.defect][:3] == ["one sample", "several lengths", "equal lengths"]
+    for case in cases:
+        for sample in case.samples:
+            total, response = len(sample.prompt_ids + sample.response_ids), len(sample.response_ids)
+            sound = (
+                (sample.routes is None or len(sample.routes) == total - 1)
+                and (sample.logprobs is not None and len(sample.logprobs) == response)
+                and (sample.loss_mask is not None and len(sample.loss_mask) == response)
+            )
+            assert sound == (sample.request_id != case.defective)

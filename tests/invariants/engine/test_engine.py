@@ -1,0 +1,191 @@
+"""The family ``engine``: rounding is no fault, kept KV is judged by nobody, and what an engine cannot have is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rollproof.core.contract import KvPolicy, Logprobs
+from rollproof.core.engine_contract import PausedCalls, Refusal
+from rollproof.core.records import EngineOutput
+from rollproof.core.trace import Call, Event, Reference, Reply, Trace, Weights
+from rollproof.engines.engine_targets import fake_target
+from rollproof.invariants.engine.engine_replies import refusal_of
+from rollproof.judging.checks import CheckResult, Registry, Verdict, default_registry
+from rollproof.judging.judge import Tally, judge_events
+from rollproof.verification.engines import run_experiments
+
+
+@pytest.fixture(scope="module")
+def plain() -> Trace:
+    """Calls of several lengths on a correct engine."""
+    return run_experiments(fake_target("vllm"), only=["plain"]).traces[0]
+
+
+def _judged(trace: Trace, check: str) -> CheckResult:
+    tally = Tally(Registry([default_registry()[check]]))
+    judge_events(trace.header, trace.events, tally)
+    return tally.judgement().results[0]
+
+
+def _changed(trace: Trace, change: Callable[[Event], Event]) -> Trace:
+    return replace(trace, events=tuple(change(event) for event in trace.events))
+
+
+def _call_with_rows(trace: Trace, rows: int = 6) -> int:
+    return next(
+        event.call_id
+        for event in trace.events
+        if isinstance(event, Reply) and event.output.routes is not None and len(event.output.routes) >= rows
+    )
+
+
+def _other_expert(trace: Trace, call: int, row: int, column: int) -> Trace:
+    """One expert of one cell of a reply is another one."""
+
+    def spoil(output: EngineOutput) -> EngineOutput:
+        assert output.routes is not None
+        routes = output.routes.copy()
+        free = sorted(set(range(8)) - set(routes[row, column].tolist()))
+        routes[row, column, -1] = free[0]
+        return replace(output, routes=routes)
+
+    return _changed(trace, lambda e: replace(e, output=spoil(e.output)) if isinstance(e, Reply) and e.call_id == call else e)
+
+
+def _near_tie(trace: Trace, call: int, position: int, layer: int) -> Trace:
+    """The reference says that two experts' scores are all but equal there."""
+
+    def close(event: Reference) -> Reference:
+        margins = event.margins.copy()
+        margins[position, layer] = 1e-6
+        return replace(event, margins=margins)
+
+    return _changed(trace, lambda e: close(e) if isinstance(e, Reference) and e.call_id == call else e)
+
+
+def test_one_wrong_expert_is_a_fault(plain: Trace) -> None:
+    """The finding names the call, the position and the layer."""
+    call = _call_with_rows(plain)
+    result = _judged(_other_expert(plain, call, 3, 2), "engine.routes")
+    assert Verdict.FAIL is result.verdict
+    assert {"call": call, "position": 3, "layer": 2, "server": "e0"} == dict(result.findings[0].where)
+
+
+def test_a_flip_within_rounding_is_none_and_what_follows_is_not_judged(plain: Trace) -> None:
+    """At a near-tie either expert is right, and rows and logprobs behind it may differ for that reason."""
+    call = _call_with_rows(plain)
+    tied = _near_tie(_other_expert(plain, call, 3, 2), call, 3, 2)
+    result = _judged(tied, "engine.routes")
+    assert Verdict.PASS is result.verdict
+    clean = _judged(plain, "engine.routes")
+    assert result.exercised["rows compared"] < clean.exercised["rows compared"]
+    assert Verdict.PASS is _judged(_other_expert(tied, call, 4, 1), "engine.routes").verdict
+
+
+def test_a_fault_before_a_near_tie_is_still_one(plain: Trace) -> None:
+    """Only what stands behind the flip is in doubt."""
+    call = _call_with_rows(plain)
+    tied = _near_tie(_other_expert(plain, call, 3, 2), call, 3, 2)
+    assert Verdict.FAIL is _judged(_other_expert(tied, call, 1, 1), "engine.routes").verdict
+
+
+def test_a_near_tie_elsewhere_excuses_nothing(plain: Trace) -> None:
+    """A small margin is no excuse where the routers agree, nor for another cell before it."""
+    call = _call_with_rows(plain)
+    assert Verdict.FAIL is _judged(_near_tie(_other_expert(plain, call, 3, 2), call, 1, 3), "engine.routes").verdict
+
+
+def test_logprobs_within_tolerance_are_right_and_beyond_it_wrong(plain: Trace) -> None:
+    """1e-5 is rounding, 1e-3 is not."""
+
+    def shifted(by: float) -> Trace:
+        def shift(event: Event) -> Event:
+            if not isinstance(event, Reply) or event.output.logprobs is None:
+                return event
+            return replace(event, output=replace(event.output, logprobs=event.output.logprobs - by))
+
+        return _changed(plain, shift)
+
+    assert Verdict.PASS is _judged(shifted(1e-5), "engine.logprobs").verdict
+    result = _judged(shifted(1e-3), "engine.logprobs")
+    assert Verdict.FAIL is result.verdict
+    assert "within 0.0001" in result.findings[0].expected
+
+
+def test_order_is_not_judged_where_scores_are_close(plain: Trace) -> None:
+    """The order of two experts whose scores are all but equal is nobody's fault."""
+    call = _call_with_rows(plain)
+
+    def turned(event: Event) -> Event:
+        if not isinstance(event, Reply) or event.call_id != call:
+            return event
+        assert event.output.routes is not None
+        routes = event.output.routes.copy()
+        routes[2, 3] = routes[2, 3][::-1]
+        return replace(event, output=replace(event.output, routes=routes))
+
+    wrong = _changed(plain, turned)
+    assert Verdict.FAIL is _judged(wrong, "engine.order").verdict
+    assert Verdict.PASS is _judged(wrong, "engine.routes").verdict
+
+    def close(event: Event) -> Event:
+        if not isinstance(event, Reference) or event.call_id != call:
+            return event
+        orders = event.orders.copy()
+        orders[2, 3] = 1e-6
+        return replace(event, orders=orders)
+
+    assert Verdict.PASS is _judged(_changed(wrong, close), "engine.order").verdict
+
+
+def test_values_over_kept_kv_are_nobodys() -> None:
+    """Where KV of old weights is kept by declaration, no weights explain what follows, and nothing is compared."""
+    trace = run_experiments(fake_target("vllm"), only=["update-keep"]).traces[0]
+    assert KvPolicy.KEEP is trace.header.engine.kv_policy  # type: ignore[union-attr]
+    assert "mixed" in {span.version for event in trace.events if isinstance(event, Reply) for span in event.true_tokens or ()}
+    assert Verdict.UNKNOWN is _judged(trace, "engine.logprobs").verdict
+    updates = [event for event in trace.events if isinstance(event, Weights)]
+    assert 2 == len(updates)
+
+
+def test_the_other_mode_is_one_finding_not_two() -> None:
+    """Logprobs of the undeclared mode are told by the check of modes; that of values stays out of it."""
+    trace = run_experiments(fake_target("vllm"), only=["temperature"]).traces[0]
+    assert trace.header.engine is not None
+    other = replace(trace.header.engine, logprobs=Logprobs.TEMPERATURE_SCALED)
+    wrong = replace(trace, header=replace(trace.header, contract=replace(trace.header.contract, logprobs=other.logprobs), engine=other))
+    assert Verdict.FAIL is _judged(wrong, "engine.logprob-mode").verdict
+    assert Verdict.PASS is _judged(wrong, "engine.logprobs").verdict
+
+
+def test_which_calls_cannot_be_served() -> None:
+    """No prompt, no budget, no room, an offset beyond the prompt; all else must be served."""
+    trace = run_experiments(fake_target("sglang"), only=["plain"]).traces[0]
+    terms = trace.header.engine.engine  # type: ignore[union-attr]
+    assert terms is not None
+    call = next(event for event in trace.events if isinstance(event, Call))
+    assert refusal_of(terms, call) is None
+    assert Refusal.ERROR is refusal_of(terms, replace(call, prompt_ids=(3,) * terms.max_length))
+    assert terms.empty_prompt is refusal_of(terms, replace(call, prompt_ids=()))
+    assert terms.zero_budget is refusal_of(terms, replace(call, max_tokens=0))
+    assert terms.bad_start is refusal_of(terms, replace(call, prompt_ids=(3, 4), routes_start=3))
+    assert refusal_of(terms, replace(call, prompt_ids=(3, 4), routes_start=2)) is None
+    assert PausedCalls.PARK is terms.paused_calls
+
+
+def test_a_row_that_was_never_forwarded_is_no_row(plain: Trace) -> None:
+    """A surplus row is one too many, and its values are those of no forward that the engine did."""
+    call = _call_with_rows(plain)
+
+    def longer(event: Event) -> Event:
+        if not isinstance(event, Reply) or event.call_id != call or event.output.routes is None:
+            return event
+        return replace(event, output=replace(event.output, routes=np.concatenate([event.output.routes, event.output.routes[-1:]])))
+
+    result = _judged(_changed(plain, longer), "engine.rows")
+    assert Verdict.FAIL is result.verdict
+    assert "prompt" in result.findings[0].expected

@@ -1,0 +1,351 @@
+"""Lifecycle checks of aborts: whom they hit, what they return, what becomes of the sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rollproof.core.records import FinishReason, Span
+from rollproof.core.trace import PauseMode
+from rollproof.judging.checks import Verdict
+from rollproof.judging.judge import judge
+from tests.support.trace_builder import REGISTRY, Teller, finds, opened, passes, unknown
+
+
+class TestHitsTarget:
+    """``lifecycle.abort-hits-target``."""
+
+    ID = "lifecycle.abort-hits-target"
+
+    def _two(self, first: str = "1", second: str = "10", **fields: object) -> tuple[Teller, int, int]:
+        teller = Teller()
+        teller.submit(first, (5,), **fields).submit(second, (5, 6) if not fields else (5,), **fields)
+        return teller, teller.call((5,), first), teller.call((5, 6), second)
+
+    def test_a_prefix_match_is_found(self) -> None:
+        """'1' aborts '10' (sglang #25561)."""
+        teller, one, ten = self._two()
+        finding = finds(self.ID, teller.abort(one, ten, wanted="1"))
+        assert "only calls of '1' end" == finding.expected
+        assert "call 2 of request '10' ended too" == finding.observed
+
+    def test_an_empty_id_that_hits_anything_is_found(self) -> None:
+        """It is a prefix of every id."""
+        teller, one, ten = self._two()
+        finding = finds(self.ID, teller.abort(one, ten, wanted=""))
+        assert "an empty id aborts nothing" == finding.expected
+        assert "calls 1 of request '1', 2 of request '10' ended too" == finding.observed
+
+    def test_an_id_of_the_stacks_own_making_hits_one_request(self) -> None:
+        """Nobody knows what 'x' means, but not two requests."""
+        teller, one, ten = self._two("a", "b")
+        assert "call 2 of request 'b' ended too" == finds(self.ID, teller.abort(one, ten, wanted="x")).observed
+
+    @pytest.mark.parametrize("wanted", ["1", "7f3a", "10", "call-2"])
+    def test_an_abort_of_one_request_passes(self, wanted: str) -> None:
+        """By the request's id, by one of the stack's own, or by that of the call."""
+        teller, one, ten = self._two()
+        passes(self.ID, teller.abort(ten if wanted in ("10", "call-2") else one, wanted=wanted), aborts_of_one_id=1)
+
+    @pytest.mark.parametrize(("called", "wanted", "meant"), [(False, "batch-", True), (True, "batch-", False), (False, "x", True)])
+    def test_several_may_be_meant_by_how_their_ids_begin(self, called: bool, wanted: str, meant: bool) -> None:
+        """As SGLang allows, where no requests are told of; calls may have other names than handles. Not where one had that very id."""
+        teller = Teller()
+        if called:
+            teller.reply(teller.call((4,), wanted), (9,))
+        hit = [teller.call((5,), "batch-1"), teller.call((6,), "batch-2")]
+        teller.abort(*hit, wanted=wanted)
+        if meant:
+            passes(self.ID, teller, aborts_of_one_id=1)
+        else:
+            assert "call" in finds(self.ID, teller).observed
+
+    def test_a_call_may_be_named_by_its_number(self) -> None:
+        """Even where the number is another request's id."""
+        teller = Teller()
+        teller.submit("2", (5,)).submit("r", (6,))
+        teller.call((5,), "2")
+        call = teller.call((6,), "r")
+        passes(self.ID, teller.abort(call, wanted="2"))
+
+    def test_a_group_may_be_aborted_as_one(self) -> None:
+        """By its name, or by an id of the stack's own."""
+        for wanted in ("g", "batch-7"):
+            teller, one, two = self._two("a", "b", group="g")
+            passes(self.ID, teller.abort(one, two, wanted=wanted))
+
+    def test_aborting_everything_or_nothing_names_nobody(self) -> None:
+        """A star, and an id that has ended already."""
+        teller, one, two = self._two()
+        unknown(self.ID, teller.abort(one, two).abort(wanted="1").abort(99, wanted="gone"), "not exercised")
+
+    def test_a_collateral_abort_is_found(self) -> None:
+        """The engine says that it hit one call, and another one ends as aborted with no cause of its own."""
+        teller, one, ten = self._two()
+        teller.abort(one, wanted="1").reply(one, (3,), reason="abort").reply(ten, (4,), reason="abort")
+        finding = finds(self.ID, teller)
+        assert "a call ended as aborted although only another one was" == finding.title
+        assert {"call": 2, "server": "s0", "index": 6} == finding.where
+
+    @pytest.mark.parametrize("cause", ["own", "all", "pause", "late pause", "weights", "reject", "death", "other server"])
+    def test_another_cause_explains_an_abort(self, cause: str) -> None:
+        """Aborts of pauses come before the pause is acknowledged."""
+        teller, one, ten = self._two()
+        teller.abort(one, wanted="1", server="s1" if cause == "other server" else "s0")
+        if cause == "own":
+            teller.abort(ten, wanted="10")
+        elif cause == "all":
+            teller.abort(ten)
+        elif cause == "pause":
+            teller.pause()
+        elif cause == "weights":
+            teller.weights(1)
+        elif cause == "reject":
+            teller.fault("reject", "s0", ten)
+        teller.reply(ten, (4,), reason="abort")
+        if cause == "late pause":
+            teller.pause().resume()
+        elif cause == "death":
+            teller.fault("death", "s0")
+        passes(self.ID, teller)
+
+    def test_a_call_to_a_paused_server_may_be_turned_away(self) -> None:
+        """Some engines answer with an empty abort while paused."""
+        teller, one, _ = self._two()
+        teller.pause(PauseMode.KEEP)
+        late = teller.send((5, 6, 7), "10")
+        passes(self.ID, teller.abort(one, wanted="1").reply(late, (), reason="abort"))
+
+
+class TestKeepsTokens:
+    """``lifecycle.abort-keeps-tokens``."""
+
+    ID = "lifecycle.abort-keeps-tokens"
+
+    @pytest.mark.parametrize("at", ["pause", "weights", "resume", "truth"])
+    def test_lost_tokens_are_found(self, at: str) -> None:
+        """An abort in the waiting queue dropped them (sglang #11673)."""
+        teller = opened()
+        call = teller.call((1, 2))
+        if at == "pause":
+            teller.pause(PauseMode.RETRACT, progress={call: 3})
+        elif at == "weights":
+            teller.weights(1, progress={call: 3})
+        elif at == "resume":
+            teller.resume(progress={call: 3})
+        truth = (Span(start=0, end=3, version=0),) if at == "truth" else None
+        finding = finds(self.ID, teller.reply(call, (), reason="abort", true_tokens=truth))
+        assert ("at least 3 tokens", "0 tokens") == (finding.expected, finding.observed)
+
+    def test_all_tokens_and_later_ones_pass(self) -> None:
+        """It may have gone on before it was aborted."""
+        teller = opened()
+        call = teller.call((1, 2))
+        teller.pause(PauseMode.KEEP, progress={call: 1}).resume().reply(call, (3, 4), reason="abort")
+        passes(self.ID, teller, aborted_calls_with_known_progress=1)
+
+    def test_natural_ends_are_not_judged(self) -> None:
+        """An engine may trim a stop string off."""
+        teller = opened()
+        call = teller.call((1, 2))
+        unknown(self.ID, teller.pause(PauseMode.KEEP, progress={call: 3}).reply(call, (3,), reason="stop"), "not exercised")
+
+    def test_unknown_progress_is_no_verdict(self) -> None:
+        """A real engine that tells nothing but its reply."""
+        teller = opened()
+        call = teller.call((1, 2))
+        unknown(self.ID, teller.reply(call, (3,), reason="abort", true_tokens=None), "not exercised")
+
+
+class TestAbortEnds:
+    """``lifecycle.abort-ends-call``."""
+
+    ID = "lifecycle.abort-ends-call"
+
+    def test_a_call_that_never_answers_is_found(self) -> None:
+        """Its caller waits for ever (tpu-inference #3362)."""
+        teller = opened()
+        call = teller.call((1, 2))
+        finding = finds(self.ID, teller.abort(call, wanted="r0").result(event={"hung": True}))
+        assert "a reply to call 1, which the abort of 'r0' at event 3 hit" == finding.expected
+
+    def test_an_answer_passes(self) -> None:
+        """Also a natural one: the abort came too late."""
+        teller = opened()
+        call = teller.call((1, 2))
+        passes(self.ID, teller.abort(call).reply(call, (3, 4, 5, 6)), calls_aborted=1)
+
+    def test_a_paused_or_dead_server_and_a_lost_reply_excuse(self) -> None:
+        """Something else keeps the answer."""
+        for cause in ("pause", "death", "lost"):
+            teller = opened()
+            call = teller.call((1, 2))
+            teller.abort(call)
+            if cause == "pause":
+                teller.pause(PauseMode.KEEP)
+            else:
+                teller.fault("death" if cause == "death" else "lost-reply", "s0", call if cause == "lost" else None)
+            unknown(self.ID, teller.result(event={"hung": True}), "not exercised")
+
+    def test_a_trace_that_may_have_been_cut_is_not_judged(self) -> None:
+        """The answer may have come after the last event."""
+        teller = opened(driven=False)
+        unknown(self.ID, teller.abort(teller.call((1, 2))), "may have been cut there")
+
+
+class TestNotSurfaced:
+    """``lifecycle.aborts-do-not-surface``."""
+
+    ID = "lifecycle.aborts-do-not-surface"
+
+    def _aborted(self, tokens: tuple[int, ...] = (3,), reason: str = "abort", **story: object) -> Teller:
+        """One call, aborted; the sample is handed over after it."""
+        teller = opened(**story)
+        call = teller.call((1, 2))
+        return teller.reply(call, tokens, reason="abort").result(tokens, finish_reason=FinishReason(reason))  # type: ignore[return-value]
+
+    def test_an_abort_that_reaches_the_caller_is_found(self) -> None:
+        """As finish reason abort."""
+        finding = finds(self.ID, self._aborted())
+        assert "an abort reached the caller" == finding.title
+        assert "finish reason abort, 1 tokens after 1 calls" == finding.observed
+
+    def test_a_fragment_under_another_name_is_found(self) -> None:
+        """A cap on retries that turns an abort into length (AReaL InfBridge)."""
+        finding = finds(self.ID, self._aborted(reason="length"))
+        assert "an aborted fragment was handed over as finished" == finding.title
+        assert "finish reason length, although its last call was aborted and budget is left, 1 tokens after 1 calls" == finding.observed
+
+    def test_a_resumed_sample_passes(self) -> None:
+        """Whatever happened on the way."""
+        teller = opened()
+        first = teller.call((1, 2))
+        teller.reply(first, (3,), reason="abort")
+        second = teller.call((1, 2, 3), max_tokens=3)
+        passes(self.ID, teller.reply(second, (4, 5, 6)).result((3, 4, 5, 6)), samples_that_were_aborted=1)
+
+    def test_an_abort_on_the_last_token_ends_nothing_early(self) -> None:
+        """The budget is used up, and so is a sample of several grants or of several turns."""
+        passes(self.ID, self._aborted((3, 4, 5, 6)))
+        teller = opened()
+        call = teller.call((1, 2), max_tokens=2)
+        passes(self.ID, teller.reply(call, (3, 4), reason="abort").result((3, 4)))
+        teller = opened()
+        call = teller.call((1, 2))
+        teller.reply(call, (3,), reason="stop").observe(9)
+        call = teller.call((1, 2, 3, 9), max_tokens=3)
+        passes(self.ID, teller.reply(call, (4, 5), reason="abort").result((3, 9, 4, 5)))
+
+    def test_an_abort_on_the_end_of_sequence_may_end_it(self) -> None:
+        """The client may look at the token, or may not."""
+        finds(self.ID, self._aborted((0,)))
+        trace = self._aborted((0,)).trace()
+        coding = {"eos_every": 5, "eos_id": 0}
+        result = judge(replace(trace, header=replace(trace.header, coding=coding)), REGISTRY.select([self.ID]), oracle=_NoOracle())[self.ID]  # type: ignore[arg-type]
+        assert Verdict.PASS == result.verdict
+
+    def test_the_loser_of_a_hedge_cuts_nothing_off(self) -> None:
+        """Two calls ran at once; the sample is what the one brought that ended by itself, and the other was aborted for that."""
+        for tokens in ((), (3,)):
+            teller = opened()
+            slow, fast = teller.call((1, 2)), teller.call((1, 2))
+            teller.reply(fast, (3, 4, 5), reason="stop").reply(slow, tokens, reason="abort")
+            passes(self.ID, teller.result((3, 4, 5)), samples_that_were_aborted=1)
+        teller = opened()
+        first = teller.call((1, 2))
+        teller.reply(first, (3,), reason="length")
+        again = teller.call((1, 2, 3))
+        finds(self.ID, teller.reply(again, (), reason="abort").result((3,), finish_reason=FinishReason.LENGTH))
+
+    def test_another_failure_may_end_it(self) -> None:
+        """The resume died with its server; handing over what there is, is an answer."""
+        teller = opened()
+        first = teller.call((1, 2))
+        teller.reply(first, (3,), reason="abort")
+        teller.call((1, 2, 3))
+        passes(self.ID, teller.fault("death", "s0").result((3,), finish_reason=FinishReason.ABORT))
+
+    def test_with_partial_rollout_off_it_is_not_judged(self) -> None:
+        """Then partial-off-honoured is."""
+        unknown(self.ID, self._aborted(case={"partial": False}), "not exercised")
+
+    @pytest.mark.parametrize(
+        ("changes", "words"), [({"abort_surfaces": True}, "lets callers see aborts"), ({"resume": "none"}, "nobody resumes")]
+    )
+    def test_contracts_that_surface_aborts_are_not_judged(self, changes: dict[str, object], words: str) -> None:
+        """Engine-side keep surfaces an operator's abort, and says so."""
+        result = judge(self._aborted(**changes).trace(), REGISTRY)[self.ID]
+        assert Verdict.NOT_APPLICABLE == result.verdict
+        assert words in result.reason
+
+
+class _NoOracle:
+    """Stands for an oracle that no check here asks."""
+
+
+class TestPartialOff:
+    """``lifecycle.partial-off-honoured``."""
+
+    ID = "lifecycle.partial-off-honoured"
+
+    def _off(self, declared: str = "dropped", **story: object) -> tuple[Teller, int]:
+        teller = opened(**{"case": {"partial": False}, "partial_off": declared, **story})
+        call = teller.call((1, 2))
+        teller.reply(call, (3,), reason="abort")
+        return teller, call
+
+    def test_a_resume_is_found(self) -> None:
+        """Verl #6882: the flag was not honoured."""
+        teller, _ = self._off()
+        call = teller.call((1, 2, 3))
+        finding = finds(self.ID, teller.reply(call, (4, 5, 6)).result((3, 4, 5, 6)))
+        assert ("an aborted sample was resumed although partial rollout is off", "call 2 continues it") == (finding.title, finding.observed)
+
+    def test_a_sample_that_should_be_dropped_is_found(self) -> None:
+        """It was handed over."""
+        finding = finds(self.ID, self._off()[0].result((3,), finish_reason=FinishReason.ABORT))
+        assert "call 1 was aborted: the sample is dropped (partial_off)" == finding.expected
+        assert "a rollout, finish reason abort" == finding.observed
+
+    def test_a_sample_that_should_surface_is_found(self) -> None:
+        """It vanished."""
+        assert "nothing was handed over" == finds(self.ID, self._off("surfaced")[0].result()).observed
+
+    @pytest.mark.parametrize("resume", ["client", "none"])
+    def test_what_was_declared_passes(self, resume: str) -> None:
+        """Dropped, or surfaced; also where nobody ever resumes, whatever the case says."""
+        case = {"partial": resume == "none"}
+        passes(self.ID, self._off(resume=resume, case=case)[0].result(), samples_aborted_with_partial_rollout_off=1)
+        passes(self.ID, self._off("surfaced", resume=resume, case=case)[0].result((3,), finish_reason=FinishReason.ABORT))
+
+    def test_an_error_passes(self) -> None:
+        """Explicit enough."""
+        passes(self.ID, self._off()[0].result(event={"error": "Aborted"}))
+
+    def test_a_retry_before_the_first_token_is_no_resume(self) -> None:
+        """Nothing was sampled, so nothing is mixed."""
+        teller = opened(case={"partial": False}, partial_off="dropped")
+        first = teller.call((1, 2))
+        teller.reply(first, (), reason="abort")
+        second = teller.call((1, 2))
+        unknown(self.ID, teller.reply(second, (3, 4, 5, 6)).result((3, 4, 5, 6)), "not exercised")
+
+    def test_an_abort_on_the_last_token_is_not_judged(self) -> None:
+        """Whether it counts as aborted is a matter of taste."""
+        teller = opened(case={"partial": False}, partial_off="dropped")
+        call = teller.call((1, 2))
+        unknown(self.ID, teller.reply(call, (3, 4, 5, 6), reason="abort").result((3, 4, 5, 6)), "not exercised")
+
+    def test_the_next_turn_is_no_resume(self) -> None:
+        """The environment spoke in between."""
+        teller, _ = self._off("surfaced")
+        teller.observe(9)
+        call = teller.call((1, 2, 3, 9))
+        passes(self.ID, teller.reply(call, (4,), reason="stop").result((3, 9, 4)))
+
+    def test_with_the_flag_on_or_unknown_it_is_not_exercised(self) -> None:
+        """A trace that nobody drove does not tell the flag."""
+        for story in ({"case": {"partial": True}}, {"driven": False}):
+            teller, _ = self._off(**story)  # type: ignore[arg-type]
+            unknown(self.ID, teller.result((3,)), "not exercised")

@@ -1,0 +1,121 @@
+"""Lifecycle checks of duplicates, late replies and retries: which replies enter a sample."""
+
+from __future__ import annotations
+
+from tests.support.trace_builder import Teller, finds, passes, unknown
+
+
+def _open(**story: object) -> Teller:
+    """Request r0 with a budget of 8."""
+    teller = Teller(**story)  # type: ignore[arg-type]
+    teller.submit(max_tokens=8)
+    return teller
+
+
+class TestDuplicates:
+    """``lifecycle.duplicate-consumed-once``."""
+
+    ID = "lifecycle.duplicate-consumed-once"
+
+    def _twice(self, reason: str = "abort") -> Teller:
+        teller = _open()
+        call = teller.call((1, 2))
+        teller.reply(call, (3, 4), reason=reason).reply(call, (3, 4), reason=reason, duplicate=True, delivered=False)
+        return teller
+
+    def test_tokens_twice_in_the_next_prompt_are_found(self) -> None:
+        """The next call shows what the stack believes."""
+        teller = self._twice()
+        teller.call((1, 2, 3, 4, 3, 4))
+        finding = finds(self.ID, teller.result((3, 4, 3, 4, 5)))
+        assert "the 2 tokens of call 1 once" == finding.expected
+        assert "they stand twice in the prompt of call 2" == finding.observed
+        assert {"request": "r0", "call": 1, "position": 4, "index": 3} == finding.where
+
+    def test_tokens_twice_in_the_sample_are_found(self) -> None:
+        """After the last call."""
+        assert "they stand twice in the sample" == finds(self.ID, self._twice("stop").result((3, 4, 3, 4))).observed
+
+    def test_tokens_twice_before_the_environment_are_found(self) -> None:
+        """In a turn of several."""
+        teller = self._twice("stop").observe(9)
+        teller.call((1, 2, 3, 4, 3, 4, 9))
+        finds(self.ID, teller.result((3, 4, 3, 4, 9)))
+
+    def test_tokens_once_pass(self) -> None:
+        """The second delivery is dropped."""
+        teller = self._twice()
+        call = teller.call((1, 2, 3, 4))
+        passes(self.ID, teller.reply(call, (5,)).result((3, 4, 5)), duplicate_replies=1)
+
+    def test_a_model_that_repeats_itself_passes(self) -> None:
+        """The next call really sampled the same tokens."""
+        teller = self._twice()
+        call = teller.call((1, 2, 3, 4))
+        passes(self.ID, teller.reply(call, (3, 4)).result((3, 4, 3, 4)))
+
+    def test_without_a_duplicate_it_is_not_exercised(self) -> None:
+        """Doubled tokens of another cause are judged by the family stitch."""
+        teller = _open()
+        call = teller.call((1, 2))
+        unknown(self.ID, teller.reply(call, (3, 4)).result((3, 4, 3, 4)), "not exercised")
+
+
+class TestRetries:
+    """``lifecycle.one-reply-per-retry``."""
+
+    ID = "lifecycle.one-reply-per-retry"
+
+    def _retried(self, first: tuple[int, ...] = (3, 4), second: tuple[int, ...] = (5, 6), *, late_last: bool = False) -> Teller:
+        """A call times out and is sent again; both replies arrive."""
+        teller = _open()
+        one = teller.call((1, 2))
+        two = teller.call((1, 2), server="s1")
+        for call, tokens in ((two, second), (one, first)) if late_last else ((one, first), (two, second)):
+            teller.reply(call, tokens, reason="stop")
+        return teller
+
+    def test_both_replies_in_the_sample_are_found(self) -> None:
+        """AReaL #1498: the orphan completion was kept."""
+        for late_last in (False, True):
+            finding = finds(self.ID, self._retried(late_last=late_last).result((5, 6, 3, 4)))
+            assert "the replies of a call and of its retry were both used" == finding.title
+            assert "both stand in the sample" == finding.observed
+
+    def test_either_reply_passes(self) -> None:
+        """First come, first served; or the retry's; cut to a budget or not."""
+        passes(self.ID, self._retried().result((3, 4)), replies_after_a_retry=1)
+        passes(self.ID, self._retried().result((5, 6)))
+        passes(self.ID, self._retried().result((5,)))
+
+    def test_a_continuation_of_the_taken_reply_passes(self) -> None:
+        """The next call goes on from one of them."""
+        teller = self._retried(late_last=True)
+        call = teller.call((1, 2, 5, 6))
+        passes(self.ID, teller.reply(call, (3, 4)).result((5, 6, 3, 4)))
+
+    def test_a_late_reply_of_another_request_is_found(self) -> None:
+        """It was matched by order of arrival."""
+        teller = Teller()
+        teller.submit("r0", (1, 2)).submit("r1", (7, 8))
+        late = teller.call((7, 8), "r1")
+        teller.fault("late-reply", "s0", late)
+        own = teller.call((1, 2), "r0")
+        teller.reply(late, (5, 6), reason="stop").reply(own, (3, 4), reason="stop")
+        finding = finds(self.ID, teller.result((5, 6)))
+        assert "a late reply was used for another request" == finding.title
+        assert "the tokens of call 1 of request 'r1' in the sample" == finding.observed
+
+    def test_stray_replies_that_nobody_else_takes_pass(self) -> None:
+        """The late reply stays with its own request."""
+        teller = Teller()
+        teller.submit("r0", (1, 2)).submit("r1", (7, 8))
+        late = teller.call((7, 8), "r1")
+        teller.fault("late-reply", "s0", late)
+        own = teller.call((1, 2), "r0")
+        teller.reply(late, (5, 6), reason="stop").reply(own, (3, 4), reason="stop").result((3, 4)).result((5, 6), "r1", (7, 8))
+        passes(self.ID, teller, stray_replies_of_other_requests=1)
+
+    def test_tokens_of_another_cause_are_not_blamed_on_a_retry(self) -> None:
+        """What neither reply explains is judged by the family stitch."""
+        passes(self.ID, self._retried().result((3, 4, 9)))

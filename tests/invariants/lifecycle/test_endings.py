@@ -1,0 +1,330 @@
+"""Lifecycle checks: ends, hangs, errors, counters, deaths, drops, and the calls that a stack makes."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollproof.core.trace import EVENT_KINDS
+from rollproof.invariants.lifecycle import endings
+from rollproof.invariants.weights import in_flight
+from rollproof.judging.checks import Registry, Verdict
+from rollproof.judging.judge import judge
+from tests.support.trace_builder import Teller, finds, opened, passes, unknown
+
+
+class TestEndsOnce:
+    """``lifecycle.ends-once``."""
+
+    ID = "lifecycle.ends-once"
+
+    def test_a_second_end_is_found(self) -> None:
+        """A duplicated completion became a sample of its own."""
+        finding = finds(self.ID, opened().result((3,)).result((3,)))
+        assert ("a request ended twice", "a second result at event 2") == (finding.title, finding.observed)
+
+    def test_an_end_of_nobodys_request_is_found(self) -> None:
+        """A result that no submission explains."""
+        assert "a result of 'r9' at event 1" == finds(self.ID, opened().result((3,), request_id="r9").result((3,))).observed
+
+    def test_no_end_is_found(self) -> None:
+        """The run ended, the request did not."""
+        finding = finds(self.ID, opened())
+        assert ("a request never ended", {"request": "r0", "index": 0}) == (finding.title, finding.where)
+
+    def test_every_kind_of_end_counts(self) -> None:
+        """A rollout, an error, a drop and a hang are ends; an id may be used again after one."""
+        teller = opened().result((3,)).submit().result(event={"error": "E"}).submit().result().submit().result(event={"hung": True})
+        passes(self.ID, teller, requests_that_ended=4)
+
+    def test_a_trace_that_was_cut_is_not_judged(self) -> None:
+        """A killed writer leaves requests open."""
+        unknown(self.ID, opened(driven=False), "may have been cut there")
+
+    def test_final_gauges_say_that_it_was_not_cut(self) -> None:
+        """Whoever reads them at the end has seen the end."""
+        finds(self.ID, opened(driven=False).gauges())
+
+    def test_results_of_a_trace_that_began_late_are_not_judged(self) -> None:
+        """Requests may have been submitted before somebody began to record."""
+        passes(self.ID, opened(driven=False).result((3,), request_id="r9").result((3,)))
+
+    def test_one_hang_does_not_make_two_findings(self) -> None:
+        """What hangs is told by no-hang; the others cannot be known to have ended."""
+        unknown_or_pass = opened().submit("r1", (5, 6)).result((3,)).submit("r2", (7,)).result(request_id="r2", event={"hung": True})
+        passes(self.ID, unknown_or_pass, requests_that_ended=2)
+
+
+class TestNoHang:
+    """``lifecycle.no-hang``."""
+
+    ID = "lifecycle.no-hang"
+
+    def test_it_tells_what_was_awaited(self) -> None:
+        """The runner's words, and the fate of the last call."""
+        teller = opened()
+        teller.send()
+        finding = finds(self.ID, teller.result(event={"hung": True, "error": "deadline; it awaits Lock.acquire"}))
+        assert "deadline; it awaits Lock.acquire; its last call, 1 on s0, was not admitted" == finding.observed
+
+    @pytest.mark.parametrize(
+        ("state", "words"), [("none", "no call was ever made"), ("admitted", "was admitted and not answered"), ("answered", "was answered")]
+    )
+    def test_the_last_call_is_described(self, state: str, words: str) -> None:
+        """Where to look first."""
+        teller = opened()
+        if state != "none":
+            call = teller.call((1, 2))
+            if state == "answered":
+                teller.reply(call, (3,))
+        assert finds(self.ID, teller.result(event={"hung": True})).observed.endswith(words)
+
+    def test_other_ends_pass(self) -> None:
+        """An error is not a hang."""
+        passes(self.ID, opened().result(event={"error": "E"}), requests_that_ended=1)
+
+
+class TestNoErrorWithoutFault:
+    """``lifecycle.no-error-without-fault``."""
+
+    ID = "lifecycle.no-error-without-fault"
+
+    def test_a_legal_reply_that_made_the_stack_raise_is_found(self) -> None:
+        """An abort of zero tokens is one (verl #5936)."""
+        teller = opened()
+        call = teller.call((1, 2))
+        teller.reply(call, (), reason="abort").result(event={"error": "ValueError: not enough values to unpack"})
+        finding = finds(self.ID, teller)
+        assert "ValueError: not enough values to unpack; its last reply had no tokens, finish reason abort" == finding.observed
+        assert "verl #5936" in finding.hint
+
+    @pytest.mark.parametrize("what", ["lost-reply", "late-reply", "duplicate-reply", "reject"])
+    def test_a_fault_of_its_own_call_explains_an_error(self, what: str) -> None:
+        """The request may give up; another one may not."""
+        teller = opened().submit("r1", (5, 6))
+        call = teller.call((1, 2))
+        teller.fault(what, "s0", call).result(event={"error": "E"})
+        passes(self.ID, teller)
+        finds(self.ID, teller.result(request_id="r1", event={"error": "E"}))
+
+    @pytest.mark.parametrize("what", ["death", "update-failure", "update-hung"])
+    def test_a_fault_of_the_fleet_explains_errors(self, what: str) -> None:
+        """No server left, weights that never came."""
+        passes(self.ID, opened().fault(what, "s1" if what == "death" else None).result(event={"error": "E"}))
+
+    def test_a_server_that_is_down_explains_errors_of_later_requests(self) -> None:
+        """Until it is revived."""
+        teller = Teller()
+        teller.fault("death", "s0").submit().result(event={"error": "E"}).fault("revive", "s0").submit().result(event={"error": "E"})
+        finds(self.ID, teller)
+
+    def test_an_undelivered_reply_explains_an_error(self) -> None:
+        """The caller was cancelled or cut off."""
+        teller = opened()
+        call = teller.call((1, 2))
+        passes(self.ID, teller.reply(call, (3,), delivered=False).result(event={"error": "E"}))
+
+    def test_a_hang_is_not_an_error(self) -> None:
+        """It has a check of its own."""
+        passes(self.ID, opened().result(event={"error": "deadline", "hung": True}))
+
+    def test_a_request_for_nothing_may_be_refused(self) -> None:
+        """max_tokens=0 is the caller's mistake."""
+        teller = Teller()
+        passes(self.ID, teller.submit(max_tokens=0).result(event={"error": "ValueError"}))
+
+
+class TestCountersReturn:
+    """``lifecycle.counters-return``."""
+
+    ID = "lifecycle.counters-return"
+
+    def test_a_counter_that_leaks_is_found(self) -> None:
+        """Raised on every path, lowered on some."""
+        finding = finds(self.ID, opened().result((3,)).gauges(0, 2, "in flight"))
+        assert ("counter 'in flight' did not return to its start", "2 when every request had ended") == (finding.title, finding.observed)
+
+    def test_counters_that_return_pass(self) -> None:
+        """They may start anywhere."""
+        passes(self.ID, opened().gauges(3, 3, "a").gauges(0, 0, "b").result((3,)), counters=2)
+
+    def test_without_an_end_there_is_no_verdict(self) -> None:
+        """A counter that was read once, and a run that hung."""
+        unknown(self.ID, opened().gauges(0, None), "counter 'in flight' has no value at the end")
+        unknown(self.ID, opened().gauges(0, 1).result(event={"hung": True}), "a request hangs")
+
+
+class TestDrops:
+    """``lifecycle.drops-only-as-declared``."""
+
+    ID = "lifecycle.drops-only-as-declared"
+
+    def _dropped(self, reason: str = "abort", **story: object) -> Teller:
+        teller = opened(**{"partial_off": "dropped", "case": {"partial": False}, **story})
+        call = teller.call((1, 2))
+        return teller.reply(call, (3,), reason=reason).result()  # type: ignore[return-value]
+
+    @pytest.mark.parametrize(
+        ("story", "words"),
+        [
+            ({"partial_off": None}, "the contract does not declare partial_off='dropped'"),
+            ({"partial_off": "surfaced"}, "the contract does not declare partial_off='dropped'"),
+            ({"case": {"partial": True}}, "partial rollout is on"),
+            ({"reason": "length"}, "its last call ended with finish reason length"),
+        ],
+    )
+    def test_a_drop_without_leave_is_found(self, story: dict[str, object], words: str) -> None:
+        """A group that loses a member unseen."""
+        assert f"a rollout or an error: {words}" == finds(self.ID, self._dropped(**story)).expected  # type: ignore[arg-type]
+
+    def test_a_declared_drop_passes(self) -> None:
+        """Aborted, partial rollout off, declared; also where nobody ever resumes, and where no case tells the flag."""
+        passes(self.ID, self._dropped())
+        passes(self.ID, self._dropped(resume="none", case={"partial": True}))
+        passes(self.ID, self._dropped(driven=False))
+
+    def test_a_request_that_was_never_served_may_be_dropped_then(self) -> None:
+        """The update began before its first reply."""
+        passes(self.ID, opened(partial_off="dropped", case={"partial": False}).result())
+
+
+class TestNoOrphans:
+    """``lifecycle.no-orphan-calls``."""
+
+    ID = "lifecycle.no-orphan-calls"
+
+    def _left(self) -> tuple[Teller, int]:
+        """A call and its retry; the retry's reply ends the request."""
+        teller = opened()
+        first, second = teller.call((1, 2)), teller.call((1, 2), server="s1")
+        teller.reply(second, (3, 4, 5, 6)).result((3, 4, 5, 6))
+        return teller, first
+
+    def test_a_call_that_runs_on_to_its_end_is_found(self) -> None:
+        """Nobody waits for it, and nobody aborted it."""
+        teller, first = self._left()
+        finding = finds(self.ID, teller.reply(first, (3, 4, 5, 6)))
+        assert "call 1 is aborted when its request ends, at event 6" == finding.expected
+        assert "it ran to finish reason length, 4 tokens, at event 7" == finding.observed
+
+    def test_a_call_that_is_aborted_or_dropped_passes(self) -> None:
+        """A hedged call whose loser is aborted, before or after the end, or whose caller hung up."""
+        passes(self.ID, self._left()[0], requests_that_ended=1)
+        teller, first = self._left()
+        passes(self.ID, teller.reply(first, (3,), reason="abort"))
+        teller, first = self._left()
+        passes(self.ID, teller.abort(first, wanted="r0").reply(first, (3, 4, 5, 6)))
+
+    def test_late_replies_and_deaths_are_excused(self) -> None:
+        """The harness held the reply back, or killed the server."""
+        teller, first = self._left()
+        passes(self.ID, teller.fault("late-reply", "s0", first).reply(first, (3, 4, 5, 6)))
+        teller, first = self._left()
+        passes(self.ID, teller.fault("death", "s0").reply(first, (3, 4, 5, 6)))
+
+    def test_a_request_that_hangs_is_not_judged(self) -> None:
+        """Its call is still wanted."""
+        teller = opened()
+        call = teller.call((1, 2))
+        passes(self.ID, teller.result(event={"hung": True}).reply(call, (3, 4, 5, 6)))
+
+
+class TestNoCallAfterEnd:
+    """``lifecycle.no-call-after-end``."""
+
+    ID = "lifecycle.no-call-after-end"
+
+    def test_a_call_after_the_end_is_found(self) -> None:
+        """A resume loop that outlives its request."""
+        teller = opened().result((3,))
+        teller.call((1, 2, 3))
+        assert "call 1 to s0 at event 2" == finds(self.ID, teller).observed
+
+    def test_a_request_that_the_run_gave_up_has_not_ended(self) -> None:
+        """It hung, polling: its stack goes on after the deadline."""
+        teller = opened().result(event={"hung": True})
+        teller.call((1, 2))
+        unknown(self.ID, teller, "not exercised")
+
+    def test_an_id_that_is_used_again_is_a_new_request(self) -> None:
+        """The next epoch submits the same ids."""
+        teller = opened().result((3,)).submit()
+        teller.call((1, 2))
+        passes(self.ID, teller.result((3,)), requests_that_ended=2)
+
+    def test_requests_of_a_group_are_not_judged(self) -> None:
+        """They share a prompt, so a call may be taken for another member's."""
+        teller = Teller()
+        teller.submit("r0", group="g").submit("r1", group="g").result((3,))
+        teller.call((1, 2))
+        unknown(self.ID, teller.result((3,), request_id="r1"), "not exercised")
+
+
+class TestNoEmptyGrant:
+    """``lifecycle.no-empty-grant``."""
+
+    ID = "lifecycle.no-empty-grant"
+
+    @pytest.mark.parametrize("budget", [0, -1])
+    def test_a_grant_of_nothing_is_found(self, budget: int) -> None:
+        """The resume loop did not see that its budget was used up."""
+        teller = opened()
+        teller.send(max_tokens=budget)
+        assert f"call 1 with max_tokens={budget}" == finds(self.ID, teller.result((3,))).observed
+
+    def test_grants_of_something_pass(self) -> None:
+        """No grant at all is no empty one, and a caller may ask for nothing."""
+        teller = opened()
+        teller.send(max_tokens=1)
+        teller.send(max_tokens=None)
+        passes(self.ID, teller.result((3,)), calls_with_a_budget=1)
+        teller = Teller()
+        teller.submit(max_tokens=0)
+        teller.send(max_tokens=0)
+        passes(self.ID, teller.result(()))
+
+
+class TestBoundedAttempts:
+    """``lifecycle.bounded-attempts``."""
+
+    ID = "lifecycle.bounded-attempts"
+
+    def _attempts(self, count: int, wait: float) -> Teller:
+        teller = opened()
+        for _ in range(count):
+            call = teller.send()
+            teller.reply(call, (), reason="abort")
+            teller._time += wait - 2
+        return teller.result(event={"hung": True})  # type: ignore[return-value]
+
+    def test_a_busy_loop_is_found(self) -> None:
+        """201 calls without a wait."""
+        assert "201 calls in 20 s without a token" == finds(self.ID, self._attempts(250, 0.1)).observed
+
+    def test_polling_at_intervals_passes(self) -> None:
+        """A second between attempts, as verl's client sleeps, is a design."""
+        passes(self.ID, self._attempts(250, 1.0), replies_without_tokens=250)
+
+    def test_a_few_quick_attempts_pass(self) -> None:
+        """Retrying at once is a design too."""
+        passes(self.ID, self._attempts(200, 0.0))
+
+
+def test_ids_are_unique_and_told_in_words() -> None:
+    """Every check of the two families has a promise, what it needs and what exercises it."""
+    registry = Registry([*in_flight.CHECKS, *endings.CHECKS])
+    assert {"weights", "lifecycle"} == {check.family for check in registry}
+    assert all(check.promise.endswith(".") and check.needs and check.exercised_by for check in registry)
+
+
+def test_an_empty_trace_and_one_of_every_kind_crash_nothing() -> None:
+    """Checks of events that refer to nothing known say unknown, or nothing."""
+    registry = Registry([*in_flight.CHECKS, *endings.CHECKS])
+    teller = Teller(max_staleness=1, partial_off="dropped")
+    frozen = judge(teller.trace(), registry)["weights.no-token-while-paused"]
+    assert (Verdict.NOT_APPLICABLE, True) == (frozen.verdict, "resume='client'" in frozen.reason)
+    registry = Registry(check for check in registry if check.id != frozen.id)
+    assert {Verdict.UNKNOWN} == {result.verdict for result in judge(teller.trace(), registry).results}
+    teller.admit(7).reply(7, (3,)).abort(7, wanted="x").resume().pause(progress={7: 1}).weights(None, label=None)  # type: ignore[arg-type]
+    teller.observe(5).fault("lost-reply", "s0", 7).fault("death", "s0").fault("death").gauges().result((3,))
+    assert "train" in EVENT_KINDS
+    assert not [result for result in judge(teller.trace(), registry).results if "crashed" in result.reason]

@@ -1,0 +1,288 @@
+"""Replay checks: what is wrong is told with where it comes from, and what cannot be judged is told as that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.core.events.replay import Action, Outcome, Routing, Step
+from rollproof.core.records import IntArray, Rollout
+from rollproof.core.replay_contract import Defect
+from rollproof.core.router_spy import Spy
+from rollproof.fakes.known_bugs.replay import BUGS
+from rollproof.fakes.trainers.reference_trainers import CapturedPrefix, DenseFirst, Interleaved, ManyExperts
+from rollproof.fakes.trainers.replay_trainer import ReplayTrainer
+from rollproof.fakes.trainers.trainer_parts import Microbatch
+from rollproof.judging.checks import Verdict
+from rollproof.judging.judge import judge
+from rollproof.layouts import Layout, Rank, Source
+from rollproof.replay.driver import record_replay
+from tests.support.replay_verdicts import CHECKS, results
+
+
+def _shift(by: int) -> Callable[[Any, Rollout], IntArray]:
+    def payload(self: ReplayTrainer, sample: Rollout) -> IntArray:
+        return np.roll(ReplayTrainer.payload(self, sample), by, axis=0)
+
+    return payload
+
+
+def _narrow(self: ReplayTrainer, sample: Rollout) -> IntArray:
+    return ReplayTrainer.payload(self, sample).astype(np.uint8)
+
+
+class OtherLayers(ReplayTrainer):
+    """Layers get the routes of their neighbours."""
+
+    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+        right = super().targets(step, microbatch, rank, source, chunk)
+        return {layer: right[max(0, layer - 1)] for layer in right}
+
+
+class Swapped(ReplayTrainer):
+    """The first two MoE layers get one another's routes."""
+
+    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+        right = super().targets(step, microbatch, rank, source, chunk)
+        return {layer: right[{0: 1, 1: 0}.get(layer, layer)] for layer in right}
+
+
+class Backwards(DenseFirst):
+    """A list of layers that was built from the end."""
+
+    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+        right = super().targets(step, microbatch, rank, source, chunk)
+        return dict(zip(right, reversed(right.values()), strict=True))
+
+
+class OtherSamples(ReplayTrainer):
+    """Samples get the routes of the sample behind."""
+
+    def targets(self, step: Step, microbatch: Microbatch, rank: Rank, source: Source, chunk: int) -> dict[int, IntArray]:
+        samples = [replace(one, routes=other.routes) for one, other in zip(microbatch.samples, step.samples[1:], strict=False)]
+        fitted = [
+            replace(one, routes=None if one.routes is None else np.resize(one.routes, (one.total - 1, *one.routes.shape[1:])))
+            for one in samples
+        ]
+        return super().targets(step, self.microbatch(microbatch.number, tuple(fitted), microbatch.first), rank, source, chunk)
+
+
+class Stale(ReplayTrainer):
+    """Every step gets the routes of the first one that fits."""
+
+    def begin(self, step: Step) -> None:
+        super().begin(step)
+        self.kept = getattr(self, "kept", {})
+        for sample in step.samples:
+            if sample.routes is not None:
+                self.kept.setdefault((sample.request_id, sample.total), sample.routes)
+
+    def payload(self, sample: Rollout) -> IntArray:
+        kept: IntArray = self.kept[sample.request_id, sample.total]
+        return kept
+
+
+class Native(ReplayTrainer):
+    """Routers choose for themselves."""
+
+    def begin(self, step: Step) -> None:
+        """No router is told to replay."""
+
+
+class Zeros(CapturedPrefix):
+    """Every target is expert 0."""
+
+    def payload(self, sample: Rollout) -> IntArray:
+        return super().payload(sample) * 0
+
+
+@pytest.mark.parametrize(
+    ("made", "episode", "origin", "hint"),
+    [
+        (type("Before", (ReplayTrainer,), {"payload": _shift(1)}), "placement", "are the target of the position before", "slime#1045"),
+        (type("After", (ReplayTrainer,), {"payload": _shift(-1)}), "placement", "are the target of the position after", "slime#1045"),
+        (OtherLayers, "placement", "are the target of the MoE layer before", "verl#5037"),
+        (Swapped, "placement", "another MoE layer (layer 0 executes that of layer 1, layer 1 executes that of layer 0)", "verl#5037"),
+        (Backwards, "placement", "are the target of another MoE layer (layer ", "verl#5037"),
+        (OtherSamples, "placement", "are the target of the same position in the sample after", "to their own microbatch"),
+        (Stale, "placement", "are the target of step 'first batch'", "SkyRL#1908"),
+        (Native, "switching", "are what the router chooses by itself", "verl#7340"),
+        (type("Narrow", (ManyExperts,), {"payload": _narrow}), "placement", "are the target wrapped into uint8", "verl#7407"),
+        (Zeros, "placement", "are rows of expert 0 alone", "verl#4986"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_finding_says_where_wrong_rows_come_from(made: type[ReplayTrainer], episode: str, origin: str, hint: str) -> None:
+    """The place, the amount and the origin of what was executed are in the finding."""
+    findings = results(made, episode)["forward"].findings
+    told = next(finding for finding in findings if origin in finding.observed)
+
+    assert hint in told.hint
+    assert {"episode", "step", "request", "position", "layer", "rank", "recompute"} == set(told.where)
+    assert "wrong, in" in told.observed
+
+
+def test_wrong_rows_without_an_origin_say_so() -> None:
+    """Where nothing explains the rows, no origin is made up."""
+
+    class Random(ReplayTrainer):
+        def payload(self, sample: Rollout) -> IntArray:
+            right = super().payload(sample)
+            return (right + 1) % 8
+
+    finding = results(Random, "placement")["forward"].findings[0]
+    assert "of these" not in finding.observed and finding.hint.startswith("Follow one row")
+
+
+@pytest.mark.parametrize(
+    ("bug", "check", "hint"),
+    [
+        ("replay-recompute-native", "replay.recompute", "The forward pass executed the targets: they were cleared"),
+        ("replay-old-logprobs-native", "replay.old-logprob", "Where replay.forward passes, training steps execute their targets"),
+    ],
+)
+def test_wrong_rows_of_one_kind_of_pass_say_which(bug: str, check: str, hint: str) -> None:
+    """Where no origin is known, what the other passes did says where to look."""
+    trace = next(iter(next(one for one in BUGS if one.id == bug).traces()))
+
+    assert judge(trace, CHECKS)[check].findings[0].hint.startswith(hint)
+
+
+def test_a_check_sees_a_trace_cut_anywhere() -> None:
+    """A trace that ends within a step is judged up to there, and nothing crashes."""
+    trace = record_replay(ReplayTrainer, only=["full recompute"])
+    for end in range(1, len(trace.events), 7):
+        judged = judge(trace.with_events(trace.events[:end]), CHECKS)
+        assert () == judged.failed
+        assert not [result.id for result in judged.results if "crashed" in result.reason]
+
+
+def test_hostile_places_are_padding() -> None:
+    """Samples, positions and layers that do not exist are no rows of anything, and widths that differ crash nothing."""
+    trace = record_replay(ReplayTrainer, only=["self-replay"])
+    hostile = [
+        {"samples": np.array([99]), "positions": np.array([0])},
+        {"samples": np.array([0]), "positions": np.array([-5])},
+        {"samples": np.array([0]), "positions": np.array([999])},
+        {"layer": 77, "samples": np.array([0]), "positions": np.array([0])},
+    ]
+    for changes in hostile:
+        for experts in (np.array([[0, 1]]), np.zeros((1, 0), dtype=np.int64), np.array([[0, 1, 2, 3]])):
+            events = [replace(event, **changes, experts=experts) if isinstance(event, Routing) else event for event in trace.events]
+            judged = judge(trace.with_events(events), CHECKS)
+            assert not [result.id for result in judged.results if "crashed" in result.reason]
+
+
+def test_a_trace_of_rollouts_is_not_judged_by_replay_checks() -> None:
+    """The family is about trainers alone."""
+    trace = record_replay(Interleaved, only=["edges"])
+    judged = judge(replace(trace, header=replace(trace.header, about="rollouts")), CHECKS)
+
+    assert {Verdict.NOT_APPLICABLE} == {result.verdict for result in judged.results}
+    assert "it judges replay, and this trace is about rollouts" == judged["replay.forward"].reason
+
+
+def test_a_contract_without_terms_rules_the_family_out() -> None:
+    """A trace that says it is of a trainer, and whose contract has no replay terms, is judged by nothing, and crashes nothing."""
+    trace = record_replay(ReplayTrainer, only=["edges"])
+    bare = replace(trace, header=replace(trace.header, contract=replace(trace.header.contract, replay=None)))
+    judged = judge(bare, CHECKS)
+
+    assert {Verdict.NOT_APPLICABLE} == {result.verdict for result in judged.results}
+    assert "the contract declares no replay terms" == judged["replay.recompute"].reason
+
+
+def test_coverage_names_what_was_never_routed() -> None:
+    """A layer whose calls are not seen is told with its tokens."""
+    trace = record_replay(DenseFirst, only=["self-replay"])
+    kept = [event for event in trace.events if not (isinstance(event, Routing) and event.layer == 2)]
+    finding = judge(trace.with_events(kept), CHECKS)["replay.coverage"].findings[0]
+
+    assert ("tokens that a layer never routed", 2) == (finding.title, finding.where["layer"])
+    assert "0 of 30 tokens routed" == finding.observed
+
+
+def test_a_layout_with_one_layer_and_sample_has_no_other_to_blame() -> None:
+    """Origins that do not exist are not tried."""
+
+    class Small(ReplayTrainer):
+        layout = Layout(num_layers=1, num_experts=8, top_k=2)
+        microbatches = 1
+
+        def payload(self, sample: Rollout) -> IntArray:
+            return np.roll(super().payload(sample), 1, axis=0)
+
+    assert Verdict.FAIL is results(Small, "placement")["forward"].verdict
+
+
+class NothingToLearn(ReplayTrainer):
+    """Leaves a sample without response tokens to its routers: nothing of it enters the loss."""
+
+    def captured(self, microbatch: Microbatch, source: Source) -> Any:
+        answered = np.array([bool(sample.response_ids) for sample in microbatch.samples] + [False])
+        return super().captured(microbatch, source) & answered[source.sample]
+
+
+class Forgetful(ReplayTrainer):
+    """Leaves every sample of a microbatch in which one has no response to its routers."""
+
+    def captured(self, microbatch: Microbatch, source: Source) -> Any:
+        return super().captured(microbatch, source) & all(sample.response_ids for sample in microbatch.samples)
+
+
+def test_a_sample_without_response_may_be_left_to_its_routers() -> None:
+    """A mask may leave it native by design, as verl's for R3 does; leaving other samples' rows native is a fault."""
+    assert Verdict.PASS is results(NothingToLearn, "edges")["edges"].verdict
+    edges = results(Forgetful, "edges")["edges"]
+
+    assert Verdict.FAIL is edges.verdict
+    assert "with a valid target executed other experts" in edges.findings[0].observed
+
+
+class Clipping(ReplayTrainer):
+    """Makes experts of ids that are none."""
+
+    def run(self, step: Step, spy: Spy) -> Outcome:
+        if step.defect not in (Defect.TOO_LARGE, Defect.NEGATIVE):
+            return super().run(step, spy)
+        fitted = tuple(tuple(replace(one, routes=np.clip(one.routes, 0, 7)) for one in part) for part in step.microbatches)
+        return super().run(replace(step, microbatches=fitted), spy)
+
+
+def test_ids_that_are_made_to_fit_are_found() -> None:
+    """A row without a target is the router's own, where the contract says so: an id cut down to a valid one is none."""
+    found = results(Clipping, "bad routes")["targets"]
+
+    assert Verdict.FAIL is found.verdict
+    assert "which are neither a target nor the router's own" in found.findings[0].observed
+
+
+class OneMore(ReplayTrainer):
+    """Executes an expert beside the target's in replayed steps."""
+
+    def work(self, step: Step, spy: Spy) -> Outcome:
+        own = Spy(step)
+        try:
+            return super().work(step, own)
+        finally:
+            more = step.action is Action.REPLAY
+            calls = [
+                replace(one, experts=np.concatenate([one.experts, 7 - one.experts[:, :1]], axis=1))
+                if more and isinstance(one, Routing)
+                else one
+                for one in own.events
+            ]
+            spy.extend(calls)
+
+
+def test_rows_with_an_expert_too_many_say_so() -> None:
+    """What is told of a row are its experts, or that there are too many: never a mark of our own."""
+    found = results(OneMore, "placement")
+
+    assert found["forward"].findings[0].observed.startswith("more than 2 experts; ")
+    assert "[-2" not in str(found["forward"].findings)
+    assert Verdict.FAIL is found["assignments"].verdict

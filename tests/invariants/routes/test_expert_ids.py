@@ -1,0 +1,127 @@
+"""Route checks of values: what no router can have chosen is found whoever wrote it, and chance is never blamed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollproof.core.trace import Reply
+from rollproof.judging.checks import Verdict
+from rollproof.judging.judge import Judgement, judge
+from tests.support.routing import REGISTRY, Segment, Story, failing, only_finding
+
+
+def _by_engine(story: Story, rows: np.ndarray) -> Judgement:
+    """The engine itself returned ``rows``, and the stack handed them over faithfully."""
+    trace = story.trace(rows)
+    events = [replace(e, output=replace(e.output, routes=rows)) if isinstance(e, Reply) else e for e in trace.events]
+    return judge(replace(trace, events=tuple(events)), REGISTRY)
+
+
+def _one_call(**changes: Any) -> Story:
+    return Story(segments=(Segment(5),), changes=changes, with_truth=False)
+
+
+def test_a_layer_that_was_never_captured_is_found() -> None:
+    """Zeros in every row of one layer: the layer is named, and the check of distinct experts stays silent."""
+    story = _one_call(num_layers=6, moe_layers=(1, 2, 3, 4, 5))
+    rows = story.good().copy()
+    rows[:, [2, 4]] = 0
+    finding = only_finding(_by_engine(story, rows), "routes.live")
+    assert finding.observed == "expert 0 in all 9 rows of 2 of 5 MoE layers (layer 2, 4)"
+    assert "vLLM #44116" in finding.hint
+
+
+def test_rows_that_are_all_zero_are_found() -> None:
+    """The monolithic kernel: right shape, nothing captured anywhere."""
+    story = _one_call()
+    assert only_finding(_by_engine(story, story.good() * 0), "routes.live").observed.startswith(
+        "expert 0 in all 9 rows of 3 of 3 MoE layers"
+    )
+
+
+def test_one_row_copied_to_all_tokens_is_found() -> None:
+    """Distinct experts in every cell, and no token differs from another."""
+    story = _one_call(num_layers=4, moe_layers=(0, 1, 2, 3))
+    finding = only_finding(_by_engine(story, story.good()[:1].repeat(9, axis=0)), "routes.live")
+    assert finding.observed == "one and the same row 9 times, in all 4 MoE layers"
+
+
+@pytest.mark.parametrize(
+    "story",
+    [
+        _one_call(num_experts=2, top_k=2),
+        _one_call(num_experts=2, top_k=1, num_layers=1, moe_layers=(0,)),
+        Story(segments=(Segment(1),), prompt=2, with_truth=False),
+        Story(segments=(Segment(1),), prompt=1, with_truth=False, changes={"num_experts": 64, "top_k": 1}),
+    ],
+    ids=["all experts chosen", "two experts", "two rows", "one row"],
+)
+def test_equal_rows_of_a_small_sample_are_no_fault(story: Story) -> None:
+    """Where chance or the model explains equal rows, nothing is said."""
+    assert failing(_by_engine(story, story.good()[:1].repeat(len(story.good()), axis=0))) == set()
+
+
+def test_a_collapsed_router_of_one_expert_is_no_dead_layer_in_a_short_sample() -> None:
+    """top_k = 1: expert 0 for a few tokens is a legal choice; for very many it is not believed."""
+    short = Story(segments=(Segment(1),), prompt=3, with_truth=False, changes={"top_k": 1})
+    assert failing(_by_engine(short, short.good() * 0)) == set()
+    long = Story(segments=(Segment(12),), prompt=11, with_truth=False, changes={"top_k": 1})
+    assert failing(_by_engine(long, long.good() * 0)) == {"routes.live"}
+
+
+def test_equal_rows_of_a_repeated_token_are_no_fault() -> None:
+    """A sequence of one token over and over may choose the same experts everywhere."""
+    story = _one_call(num_layers=4, moe_layers=(0, 1, 2, 3))
+    story.ids = (7,) * 10
+    assert failing(_by_engine(story, story.good()[:1].repeat(9, axis=0))) == set()
+
+
+def test_prompt_rows_of_zeros_are_repetitions_of_expert_0() -> None:
+    """Rows that an engine never finalised: some rows zero, no layer dead."""
+    story = _one_call()
+    rows = story.good().copy()
+    rows[:4] = 0
+    finding = only_finding(_by_engine(story, rows), "routes.distinct")
+    assert finding.observed == "experts [0, 0] at position 0; so in 4 rows of 9 (positions 0-3), in 3 of 3 MoE layers"
+    assert finding.expected == "2 distinct experts"
+    assert "SGLang #23885" in finding.hint
+
+
+def test_an_engine_that_repeats_an_expert_is_found_in_the_sample() -> None:
+    """The stack is faithful, the engine is not: position, layer, and how many layers."""
+    story = _one_call()
+    rows = story.good().copy()
+    rows[6, 1] = 5
+    finding = only_finding(_by_engine(story, rows), "routes.distinct")
+    assert finding.observed == "experts [5, 5] at position 6; so in 1 row of 9 (position 6), in 1 of 3 MoE layers"
+    assert finding.where["layer"] == 1
+
+
+@pytest.mark.parametrize(("value", "words"), [(8, "fused shared expert"), (-1, "padded token")])
+def test_ids_out_of_range_are_found(value: int, words: str) -> None:
+    """Beyond the last expert, and a kernel's mark for padding."""
+    story = _one_call(dtype="int32")
+    rows = story.good().copy()
+    rows[3, 2, 0] = value
+    finding = only_finding(_by_engine(story, rows), "routes.in-range")
+    assert finding.expected == "ids from 0 to 7"
+    assert words in finding.hint
+
+
+def test_rows_that_the_engine_filled_as_declared_are_no_choice() -> None:
+    """An engine that marks tokens without a capture by -1, under a contract that declares it: neither range nor repetition."""
+    story = _one_call(dtype="int32", filler="minus-one")
+    rows = story.good().copy()
+    rows[2] = -1
+    assert failing(_by_engine(story, rows)) == set()
+
+
+def test_top_1_has_nothing_to_repeat() -> None:
+    """The check of distinct experts does not apply to top_k = 1, and says why."""
+    story = _one_call(top_k=1)
+    result = _by_engine(story, story.good())["routes.distinct"]
+    assert (result.verdict, result.reason) == (Verdict.NOT_APPLICABLE, "top_k is 1: one expert is always distinct")

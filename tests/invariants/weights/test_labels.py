@@ -1,0 +1,245 @@
+"""Weight checks: labels, staleness, one version a sample, updates to equal weights."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from rollproof.core.records import Span
+from rollproof.core.trace import PauseMode, Weights
+from rollproof.judging.checks import Verdict
+from rollproof.judging.judge import judge
+from tests.support.engines import spans
+from tests.support.trace_builder import FREEZING, REGISTRY, Teller, finds, passes, unknown
+
+
+class TestLabelOnly:
+    """``weights.label-only-keeps-calls``."""
+
+    ID = "weights.label-only-keeps-calls"
+
+    def _label(self, teller: Teller, call: int, *, aborts: bool = True, same_time: bool = True) -> Teller:
+        """A label is published, and the endpoint aborts what is in flight at the same instant."""
+        teller.weights(0, label=1, loaded=False)
+        if same_time:
+            teller._time -= 1
+        teller.abort(*((call,) if aborts else ()))
+        return teller
+
+    def test_a_label_that_aborts_everything_is_found(self) -> None:
+        """As in miles #2372, where 16 of 16 requests died at each publication."""
+        teller = Teller()
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        self._label(teller, call).reply(call, (3,), reason="abort")
+        finding = finds(self.ID, teller)
+        assert "call 1 goes on: only the label 1 was published, no weights were loaded" == finding.expected
+        assert "it ended with finish reason abort after 1 tokens" == finding.observed
+        assert "abort_all_requests=False" in finding.hint
+
+    def test_a_label_that_leaves_calls_alone_passes(self) -> None:
+        """The call ends as it would have."""
+        teller = Teller()
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        teller.weights(0, label=1, loaded=False).reply(call, (3, 4, 5, 6))
+        passes(self.ID, teller, calls_in_flight_when_only_a_label_was_published=1)
+
+    def test_an_abort_that_opens_a_pause_is_the_pauses(self) -> None:
+        """A stack may publish the label and begin its update at the same instant."""
+        teller = Teller()
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        self._label(teller, call).reply(call, (3,), reason="abort").pause().weights(1).resume()
+        again = teller.call((1, 2, 3))
+        teller.reply(again, (4, 5, 6))
+        passes(self.ID, teller)
+
+    def test_an_operator_that_aborts_later_is_not_the_label(self) -> None:
+        """Another instant, another cause."""
+        teller = Teller()
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        self._label(teller, call, same_time=False).reply(call, (3,), reason="abort")
+        passes(self.ID, teller)
+
+    def test_an_operator_that_aborts_one_request_at_that_instant_is_not_the_label(self) -> None:
+        """The endpoint aborts all, not one by its id."""
+        teller = Teller()
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        teller.weights(0, label=1, loaded=False)
+        teller._time -= 1
+        teller.abort(call, wanted="r0").reply(call, (3,), reason="abort")
+        passes(self.ID, teller)
+
+
+class TestStaleness:
+    """``weights.staleness-bound``."""
+
+    ID = "weights.staleness-bound"
+
+    def _aged(self, updates: int, *, servers: tuple[str, ...] = ("s0",), mask: list[int] | None = None, **fields: object) -> Teller:
+        """A sample of weights 0 and then of the newest ones, delivered after ``updates`` updates; the bound is 1."""
+        teller = Teller(max_staleness=1, loss_mask=mask is not None)
+        for server in ("s0", "s1"):
+            teller.weights(0, server)
+        teller.submit()
+        call = teller.call((1, 2))
+        teller.reply(call, (3,), reason="abort")
+        for version in range(1, updates + 1):
+            for server in servers:
+                teller.weights(version, server, **fields)
+        call = teller.call((1, 2, 3))
+        teller.reply(call, (4, 5, 6), version=updates)
+        teller.result((3, 4, 5, 6), loss_mask=None if mask is None else np.array(mask))
+        return teller
+
+    def test_the_oldest_token_decides(self) -> None:
+        """A sample that ends under the newest weights is as old as its first token."""
+        finding = finds(self.ID, self._aged(2, servers=("s0", "s1")))
+        assert "at most 1 updates behind the newest weights" == finding.expected
+        assert "its oldest trained token was sampled by version 0, 2 updates behind" == finding.observed
+
+    def test_within_the_bound_it_passes(self) -> None:
+        """As old as allowed."""
+        passes(self.ID, self._aged(1, servers=("s0", "s1")), samples_older_than_the_newest_weights=1)
+
+    def test_tokens_that_are_not_trained_on_may_be_older(self) -> None:
+        """Masking off-policy tokens is a way to keep the bound (slime)."""
+        unknown(self.ID, self._aged(2, servers=("s0", "s1"), mask=[0, 1, 1, 1]), "not exercised")
+
+    def test_an_update_that_is_still_on_its_way_does_not_count(self) -> None:
+        """While a replica has not been reached (or is skewed), nobody can sample by the new weights everywhere."""
+        unknown(self.ID, self._aged(2, servers=("s0",)), "not exercised")
+
+    def test_weights_without_a_label_are_not_published(self) -> None:
+        """Nobody is held to weights that were not announced."""
+        unknown(self.ID, self._aged(2, servers=("s0", "s1"), label=None), "not exercised")
+
+    def test_equal_weights_are_not_newer(self) -> None:
+        """Identity updates do not age a sample."""
+        unknown(self.ID, self._aged(3, servers=("s0", "s1"), identity=True), "not exercised")
+
+    def test_a_label_published_after_the_load_counts(self) -> None:
+        """Load and publication may be two steps (TRL, verl)."""
+        teller = Teller(max_staleness=0)
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        teller.reply(call, (3,)).weights(1, label=None).add(Weights(server_id="s0", version=1, label=1, loaded=False)).result((3,))
+        assert "0, 1 updates behind" in finds(self.ID, teller).observed
+
+
+class TestOneVersion:
+    """``weights.one-version-per-sample``."""
+
+    ID = "weights.one-version-per-sample"
+    OFF: ClassVar[dict[str, object]] = {"case": {"partial": False}, "partial_off": "dropped"}
+
+    def _crossing(self, mode: PauseMode | None, spans: tuple[Span, ...] = spans((0, 2, 0), (2, 4, 1)), **update: object) -> Teller:
+        """One call in flight across an update, under a pause of ``mode`` or under none."""
+        teller = Teller(**self.OFF)  # type: ignore[arg-type]
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        if mode is not None:
+            teller.pause(mode)
+        teller.weights(1, **update)
+        if mode is not None:
+            teller.resume()
+        teller.reply(call, (3, 4, 5, 6), true_tokens=spans).result((3, 4, 5, 6))
+        return teller
+
+    def test_a_call_that_was_not_drained_is_found(self) -> None:
+        """labs-molt #124: the tail of the pool crossed the update."""
+        finding = finds(self.ID, self._crossing(None))
+        assert "version 0 for the whole turn" == finding.expected
+        assert "from response token 2 on it was sampled by version 1" == finding.observed
+        assert {"request": "r0", "position": 4, "version": 1, "call": 1} == finding.where
+
+    def test_a_resume_across_an_update_is_found(self) -> None:
+        """Two calls, two versions, one sample."""
+        teller = Teller(**self.OFF)  # type: ignore[arg-type]
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        teller.reply(call, (3,), reason="abort").pause().weights(1).resume()
+        call = teller.call((1, 2, 3))
+        teller.reply(call, (4, 5, 6), version=1).result((3, 4, 5, 6))
+        assert "from response token 1 on it was sampled by version 1" == finds(self.ID, teller).observed
+
+    @pytest.mark.parametrize("mode", FREEZING)
+    def test_a_pause_that_freezes_is_a_choice(self, mode: PauseMode) -> None:
+        """Whoever freezes calls across an update wants mixed samples."""
+        passes(self.ID, self._crossing(mode))
+
+    def test_equal_weights_are_one_version(self) -> None:
+        """An identity update mixes nothing."""
+        passes(self.ID, self._crossing(None, identity=True), samples_delivered_with_partial_rollout_off=1)
+
+    def test_turns_may_have_different_versions(self) -> None:
+        """Between two turns nothing is in flight."""
+        teller = Teller(**self.OFF)  # type: ignore[arg-type]
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        teller.reply(call, (3,), reason="stop").observe(9).weights(1)
+        call = teller.call((1, 2, 3, 9))
+        teller.reply(call, (4,), reason="stop", version=1).result((3, 9, 4))
+        passes(self.ID, teller)
+
+    def test_with_partial_rollout_on_it_is_not_exercised(self) -> None:
+        """Then mixing is what partial rollout is for."""
+        teller = Teller(partial_off="dropped")
+        teller.weights(0).submit()
+        call = teller.call((1, 2))
+        teller.weights(1).reply(call, (3, 4), true_tokens=spans((0, 1, 0), (1, 2, 1))).result((3, 4))
+        unknown(self.ID, teller, "not exercised")
+
+
+class TestIdentityUpdate:
+    """``weights.identity-update-changes-nothing``."""
+
+    ID = "weights.identity-update-changes-nothing"
+
+    class Flat:
+        """An oracle that gives every token the logprob ``-(version + 0.5)``."""
+
+        def logprobs(self, version: int, ids: tuple[int, ...], start: int) -> np.ndarray:
+            return np.full(len(ids) - start, -(version + 0.5))
+
+        def routes(self, version: int, ids: tuple[int, ...], start: int = 0) -> np.ndarray:
+            raise AssertionError("not asked for")
+
+    def _story(self, logprobs: list[float], **update: object) -> Teller:
+        teller = Teller()
+        teller.weights(0).submit()
+        teller.weights(**{"version": 0, "label": 1, "identity": True, **update})  # type: ignore[arg-type]
+        call = teller.call((1, 2))
+        teller.reply(call, (3, 4), output={"logprobs": np.array(logprobs)}).result((3, 4))
+        return teller
+
+    def _verdict(self, teller: Teller) -> tuple[Verdict, str]:
+        result = judge(teller.trace(), REGISTRY.select([self.ID]), self.Flat())[self.ID]  # type: ignore[arg-type]
+        return result.verdict, result.findings[0].observed if result.findings else result.reason
+
+    def test_other_values_after_equal_weights_are_found(self) -> None:
+        """A load that is not repeatable."""
+        assert (Verdict.FAIL, "logprob -2.5000 at token 1 of the call (1 of 2 tokens differ)") == self._verdict(self._story([-0.5, -2.5]))
+
+    def test_equal_values_pass(self) -> None:
+        """Missing logprobs are not compared."""
+        assert (Verdict.PASS, "") == self._verdict(self._story([-0.5, np.nan]))
+
+    def test_a_real_update_is_not_judged(self) -> None:
+        """New weights give new values."""
+        verdict, reason = self._verdict(self._story([-9.0, -9.0], identity=False, version=1))
+        assert Verdict.UNKNOWN == verdict
+        assert "not exercised" in reason
+
+    def test_a_request_that_also_saw_a_real_update_is_not_judged(self) -> None:
+        """Then nobody can say which values are right."""
+        teller = self._story([-0.5, -0.5])
+        trace = teller.trace()
+        events = [*trace.events[:2], Weights(server_id="s0", version=5, label=5), *trace.events[2:]]
+        result = judge(trace.with_events(events), REGISTRY.select([self.ID]), self.Flat())[self.ID]  # type: ignore[arg-type]
+        assert Verdict.UNKNOWN == result.verdict

@@ -1,0 +1,238 @@
+"""Checks of the update procedure: replicas, pauses that end, failures, and two updates at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.trace_builder import Teller, finds, passes, unknown
+
+
+def _fleet(*, servers: tuple[str, ...] = ("s0", "s1"), **story: object) -> Teller:
+    """Servers with weights 0, and request r0 open."""
+    teller = Teller(**story)  # type: ignore[arg-type]
+    for server in servers:
+        teller.weights(0, server)
+    teller.submit()
+    return teller
+
+
+class TestUpdatesEnd:
+    """``weights.updates-end``."""
+
+    ID = "weights.updates-end"
+
+    def test_an_update_that_hangs_is_found(self) -> None:
+        """The runner gave up on it."""
+        teller = _fleet().fault("update-hung", detail="action 1: sync at r0/2")
+        assert "it did not end within the deadline (action 1: sync at r0/2)" == finds(self.ID, teller).observed
+
+    def test_updates_that_end_pass(self) -> None:
+        """The weights that a server starts with are no update."""
+        passes(self.ID, _fleet().weights(1).weights(1, "s1"), updates=2)
+
+
+class TestEveryReplica:
+    """``weights.every-replica-updated``."""
+
+    ID = "weights.every-replica-updated"
+
+    def test_a_replica_that_was_left_out_is_found(self) -> None:
+        """It serves old weights for ever."""
+        teller = _fleet().pause().weights(1).resume().pause(server="s1").resume("s1")
+        finding = finds(self.ID, teller)
+        assert "version 1 on all of ['s0', 's1']" == finding.expected
+        assert "s1 still holds 0" == finding.observed
+
+    def test_a_replica_that_was_never_updated_is_found(self) -> None:
+        """Also where its starting weights were never told, and only its calls name it."""
+        teller = Teller()
+        teller.submit()
+        teller.call((1, 2), server="s1")
+        teller.weights(1)
+        assert "s1 still holds whatever it started with" == finds(self.ID, teller).observed
+
+    def test_replicas_may_differ_during_an_update(self) -> None:
+        """One after another is a way to update."""
+        teller = _fleet()
+        for server in ("s0", "s1"):
+            teller.pause(server=server).weights(1, server).resume(server)
+        passes(self.ID, teller, updates_of_several_replicas=1)
+
+    def test_a_declared_skew_explains_one_server_ahead(self) -> None:
+        """The case updated it alone; the next update reaches all."""
+        case = {"actions": ({"do": "skew", "server": "s1"},)}
+        unknown(self.ID, _fleet(case=case).weights(1, "s1"), "skew")
+        passes(self.ID, _fleet(case=case).weights(1, "s1").weights(2, "s1").weights(2))
+
+    def test_a_skew_does_not_excuse_an_update_that_left_a_replica_out(self) -> None:
+        """Two of three servers is no skew."""
+        case = {"actions": ({"do": "skew", "server": "s1"},)}
+        finds(self.ID, _fleet(servers=("s0", "s1", "s2"), case=case).weights(1, "s1").weights(1, "s0"))
+
+    def test_a_dead_server_is_not_waited_for(self) -> None:
+        """An update reaches the living."""
+        teller = _fleet().fault("death", "s1").weights(1)
+        passes(self.ID, teller.pause().resume().fault("revive", "s1").weights(1, "s1"), updates_of_several_replicas=1)
+
+    def test_a_server_revived_with_old_weights_waits_for_the_next_update(self) -> None:
+        """Until then its death explains it."""
+        teller = _fleet().fault("death", "s1").weights(1).fault("revive", "s1")
+        unknown(self.ID, teller, "the revival of a server came after the last update that reached every replica")
+        passes(self.ID, teller.weights(2).weights(2, "s1"))
+
+    def test_a_failed_update_leaves_replicas_apart_until_one_works(self) -> None:
+        """The failure is judged elsewhere."""
+        teller = _fleet().weights(1).fault("update-failure", "s1").fault("update-failure")
+        unknown(self.ID, teller, "a failed update came after the last update that reached every replica")
+        passes(self.ID, teller.weights(2).weights(2, "s1"))
+
+    def test_a_trace_that_ends_in_the_middle_is_not_judged(self) -> None:
+        """A server still paused, or a trace that nobody drove to its end."""
+        unknown(self.ID, _fleet().weights(1).pause(server="s1"), "the trace ends in the middle of an update")
+        unknown(self.ID, _fleet(driven=False).weights(1), "the trace ends in the middle of an update")
+
+    def test_equal_weights_under_a_new_number_are_no_difference(self) -> None:
+        """An identity update of one server leaves all with equal weights."""
+        passes(self.ID, _fleet().weights(0, identity=True, label=1))
+
+
+class TestEveryPause:
+    """``weights.every-pause-resumes``."""
+
+    ID = "weights.every-pause-resumes"
+
+    def test_a_pause_without_a_resume_is_found(self) -> None:
+        """Nothing failed, and nobody resumed."""
+        finding = finds(self.ID, _fleet().pause().weights(1))
+        assert "a resume of s0 after its pause (mode abort) at event 3" == finding.expected
+        assert "none until the end of the trace" == finding.observed
+
+    def test_requests_that_hang_on_it_are_named(self) -> None:
+        """Also in a trace that nobody drove: it hung, so it was not cut."""
+        teller = _fleet(driven=False).pause()
+        teller.send()
+        teller.result(event={"hung": True, "error": "deadline"})
+        assert "none until the end of the trace; requests ['r0'] hang on it" == finds(self.ID, teller).observed
+
+    def test_a_trace_that_may_have_been_cut_is_not_judged(self) -> None:
+        """An update that has just begun when the trace ends is no fault."""
+        unknown(self.ID, _fleet(driven=False).pause(), "may have been cut there")
+
+    def test_an_update_that_hangs_is_not_judged_here(self) -> None:
+        """It has not ended, so its pause has not either."""
+        unknown(self.ID, _fleet().pause().fault("update-hung"), "may have been cut there")
+
+    def test_a_resume_or_a_death_ends_a_pause(self) -> None:
+        """One resume ends several pauses of a server."""
+        passes(self.ID, _fleet().pause().pause().resume().pause(server="s1").fault("death", "s1"), pauses=1)
+
+
+class TestFailedUpdate:
+    """``weights.failed-update-resumes``."""
+
+    ID = "weights.failed-update-resumes"
+
+    def _failed(self) -> Teller:
+        """The transfer to s1 broke, and the procedure gave up without resuming."""
+        teller = _fleet().pause().pause(server="s1").weights(1).fault("update-failure", "s1")
+        return teller.fault("update-failure", detail="TransferFailed: broke")
+
+    def test_replicas_left_paused_are_found(self) -> None:
+        """As in verl, whose update has no try/finally."""
+        finding = finds(self.ID, self._failed(), count=2)
+        assert "s0 is resumed before the update gives up at event 7 (TransferFailed: broke)" == finding.expected
+        assert "it was still paused at the end of the trace" == finding.observed
+        assert "verl" in finding.hint
+
+    def test_it_is_too_late_when_the_next_update_resumes_them(self) -> None:
+        """In between callers waited for nothing."""
+        teller = self._failed()
+        for server in ("s0", "s1"):
+            teller.pause(server=server).weights(2, server).resume(server)
+        assert "it was still paused when the next update began, at event 8" == finds(self.ID, teller, count=2).observed
+
+    def test_hung_requests_are_named(self) -> None:
+        """What it led to."""
+        teller = self._failed().result(event={"hung": True})
+        assert "it was still paused at the end of the trace; requests ['r0'] hang" == finds(self.ID, teller, count=2).observed
+
+    def test_a_finally_passes(self) -> None:
+        """The procedure resumes before it gives up."""
+        teller = _fleet().pause().fault("update-failure", "s0").resume().fault("update-failure")
+        passes(self.ID, teller, failed_updates=1)
+
+    def test_a_procedure_that_tries_again_by_itself_has_not_failed(self) -> None:
+        """Only a transfer broke; the second one worked, under the same pause or under a new one."""
+        teller = _fleet().pause().fault("update-failure", "s0").pause().weights(1).resume()
+        unknown(self.ID, teller, "not exercised")
+
+    def test_another_update_that_holds_the_pause_is_waited_for(self) -> None:
+        """Of two at once one failed: the other resumes."""
+        teller = _fleet().pause().pause().fault("update-failure").weights(2).resume()
+        passes(self.ID, teller, failed_updates=1)
+
+
+class TestAtOnce:
+    """``weights.updates-do-not-interleave`` and ``weights.newest-update-stays``."""
+
+    NEST = "weights.updates-do-not-interleave"
+    NEWEST = "weights.newest-update-stays"
+
+    def test_a_resume_into_the_other_update_is_found(self) -> None:
+        """Both paused; the first resumed, and the second loaded into a serving engine."""
+        teller = _fleet().pause().pause().weights(1).resume().weights(2).resume()
+        finding = finds(self.NEST, teller)
+        assert "paused twice, resumed at event 6, loaded at event 7 while serving, resumed again at event 8" == finding.observed
+
+    def test_the_second_pause_may_come_after_the_first_load(self) -> None:
+        """The order of the two loads does not matter."""
+        finds(self.NEST, _fleet().pause().weights(1).pause().resume().weights(2).resume())
+
+    @pytest.mark.parametrize(
+        "steps",
+        ["PWRPWR", "PPWWRR", "PPWR", "PPWRWPWR", "PWRWR", "WRPWR", "WW"],
+        ids=["in turn", "loads before resumes", "idempotent pause", "load without a pause", "needless resume", "boot", "no pauses"],
+    )
+    def test_other_orders_pass(self, steps: str) -> None:
+        """In turn, together, with idempotent pauses, or without pauses at all."""
+        teller = _fleet(case={"actions": ({"do": "sync-twice"},)})
+        version = 0
+        for step in steps:
+            version += step == "W"
+            {"P": teller.pause, "W": lambda v=version: teller.weights(v), "R": teller.resume}[step]()
+        passes(self.NEST, teller, updates_started_at_once=1)
+        passes(self.NEWEST, teller, updates_started_at_once=1)
+
+    def test_an_older_update_that_overwrites_a_newer_one_is_found(self) -> None:
+        """The race left the older weights in place."""
+        finding = finds(self.NEWEST, _fleet().pause().pause().weights(2).weights(1).resume().resume())
+        assert "version 2, loaded at event 5, stays on s0" == finding.expected
+        assert "version 1 was loaded after it, at event 6, and is served to the end" == finding.observed
+
+    def test_a_roll_back_is_nobodys_fault(self) -> None:
+        """Restoring older weights is a decision, unless two updates overlapped."""
+        unknown(self.NEWEST, _fleet().weights(2).weights(1), "not exercised")
+
+    def test_one_server_updated_on_its_own_beside_an_update_is_not_judged(self) -> None:
+        """The harness made the overlap."""
+        teller = _fleet(case={"actions": ({"do": "skew", "server": "s0"},)}).pause().pause().weights(2).resume().weights(1).resume()
+        unknown(self.NEST, teller, "skew")
+        unknown(self.NEWEST, teller, "skew")
+
+
+class TestOneLoad:
+    """``weights.one-load-per-version``."""
+
+    ID = "weights.one-load-per-version"
+
+    def test_a_repeated_load_is_found(self) -> None:
+        """A cancelled update ran again (prime-rl #2004)."""
+        finding = finds(self.ID, _fleet().weights(1).weights(1, identity=True))
+        assert "one load of version 1, published as 1, by s0" == finding.expected
+        assert "loads at events 3 and 4" == finding.observed
+
+    def test_reloads_with_a_reason_pass(self) -> None:
+        """After a failure or a death, under a new label, without a label, back to older weights, and at the start."""
+        teller = _fleet().weights(0).weights(1).fault("update-failure").weights(1).fault("death", "s1").fault("revive", "s1").weights(1)
+        teller.weights(1, label=2, identity=True).weights(1, label=None).weights(1, label=None).weights(0).weights(1)
+        passes(self.ID, teller, loads=9)

@@ -1,0 +1,95 @@
+"""Views: labels of versions, and what a view works out before and after its request ended."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollproof.core.records import FinishReason
+from rollproof.core.trace import Weights
+from rollproof.judging.checks import Collector, Registry, request_check
+from rollproof.judging.judge import Tally, judge_events
+from rollproof.judging.request_view import History, RequestView
+from tests.support.building import TraceBuilder, contract
+
+_UPDATES = st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 5), st.booleans()), max_size=12)
+
+
+class TestHistory:
+    """Updates and what they published."""
+
+    @given(_UPDATES, st.lists(st.integers(0, 12), max_size=4))
+    def test_it_agrees_with_a_plain_search_whenever_it_is_asked(
+        self, updates: list[tuple[int, int | None, bool]], looks: list[int]
+    ) -> None:
+        """Looking in between changes no answer."""
+        history = History()
+        for i, (version, label, loaded) in enumerate(updates):
+            history.updates.append(Weights(server_id="s", version=version, label=label, loaded=loaded))
+            if i in looks:
+                assert history.labels is not None
+        given = [(version, label) for version, label, _ in updates if label is not None]
+        assert {label for _, label in given} == history.labels
+        carried = [
+            loaded and before is not None and before[0] != version and before[1] == label
+            for before, (version, label, loaded) in zip([None, *updates], updates, strict=False)
+        ]
+        for version in range(5):
+            theirs = [
+                label for (one, label, _), kept in zip(updates, carried, strict=True) if one == version and label is not None and not kept
+            ]
+            shown = [label for (one, label, _), kept in zip(updates, carried, strict=True) if one == version and label is not None and kept]
+            assert set(theirs or shown) == set(history.labels_of(version))
+            assert set(shown) - set(theirs or shown) == history.carried_of(version)
+            if theirs:
+                assert theirs[-1] == history.label_of(version)
+        first = list(dict.fromkeys(label for _, label in given))
+        assert [first.index(label) if label in first else None for label in range(6)] == [history.rank_of(label) for label in range(6)]
+        assert {version for version, label, loaded in updates if label is None and loaded} == history.unlabelled()
+
+
+def _story() -> TraceBuilder:
+    """Request r1 ends while r0 is under way; r0 then samples more."""
+    builder = TraceBuilder(contract(rows="none"))
+    builder.weights(0).submit("r0", (1, 2)).submit("r1", (3, 4))
+    builder.reply(builder.call((1, 2), "r0"), (11,), "abort")
+    builder.reply(builder.call((3, 4), "r1"), (21,), "stop").result((21,), "r1", (3, 4), finish_reason=FinishReason.STOP)
+    builder.reply(builder.call((1, 2, 11), "r0"), (12,), "stop").result((11, 12), "r0", (1, 2), finish_reason=FinishReason.STOP)
+    return builder
+
+
+def test_a_neighbour_looked_at_early_is_complete_when_it_is_judged() -> None:
+    """What one request's check saw of another that was still open must not be what that other is judged by."""
+    seen: dict[str, list[tuple[int, ...]]] = {}
+
+    @request_check("test.looks", promise="", needs="", exercised_by="looks")
+    def looks(view: RequestView, out: Collector) -> None:
+        """Look at every neighbour's stitch, and leave something in its memo."""
+        out.exercised("looks")
+        seen.setdefault(view.request.request_id, []).append(view.stitched.response_ids)
+        assert not view.memo
+        for other in view.neighbours:
+            seen.setdefault(other.request.request_id, []).append(other.stitched.response_ids)
+            other.memo["seen"] = len(other.segments)
+
+    trace = _story().trace()
+    judge_events(trace.header, trace.events, Tally(Registry([looks])))
+    assert [(11,), (11, 12)] == seen["r0"]
+    assert [(21,), (21,)] == seen["r1"]
+
+
+@pytest.mark.parametrize(("position", "segment"), [(1, None), (2, 0), (3, 1), (4, None)])
+def test_segments_are_found_by_position(position: int, segment: int | None) -> None:
+    """Prompt tokens, and places behind the end, belong to none."""
+    found: list[int | None] = []
+
+    @request_check("test.segment", promise="", needs="", exercised_by="looks")
+    def look(view: RequestView, out: Collector) -> None:
+        """Ask for the segment."""
+        if view.request.request_id == "r0":
+            found.append(view.segment_of(position))
+
+    trace = _story().trace()
+    judge_events(trace.header, trace.events, Tally(Registry([look])))
+    assert [segment] == found

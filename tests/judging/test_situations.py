@@ -1,0 +1,202 @@
+"""Scenarios: what a trace exercised, situation by situation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rollproof.core.records import Span
+from rollproof.core.trace import Fault, PauseMode, Trace
+from rollproof.judging.situations import Scenarios
+from tests.support.trace_builder import Teller
+
+
+def _counts(trace: Trace) -> dict[str, int]:
+    scenarios = Scenarios()
+    for event in trace:
+        scenarios.event(event)
+    return scenarios.counts
+
+
+def _teller(*servers: str) -> Teller:
+    teller = Teller()
+    for server in servers or ("s0",):
+        teller.weights(0, server)
+    teller.submit()
+    return teller
+
+
+def _aborted(tokens: tuple[int, ...], *, admitted: bool = True) -> Teller:
+    teller = _teller()
+    call = teller.call((1, 2)) if admitted else teller.send()
+    return teller.reply(call, tokens, reason="abort")  # type: ignore[return-value]
+
+
+def _two_versions() -> Teller:
+    teller = _aborted((3,))
+    teller.weights(1)
+    call = teller.call((1, 2, 3))
+    return teller.reply(call, (4,), version=1, reason="abort")  # type: ignore[return-value]
+
+
+def _three_versions() -> Teller:
+    teller = _two_versions()
+    teller.weights(2)
+    call = teller.call((1, 2, 3, 4))
+    return teller.reply(call, (5, 6), version=2).result((3, 4, 5, 6))  # type: ignore[return-value]
+
+
+def _in_one_call() -> Teller:
+    teller = _teller()
+    call = teller.call((1, 2))
+    teller.pause(PauseMode.RETRACT, progress={call: 1}).weights(1).resume()
+    spans = (Span(start=0, end=1, version=0), Span(start=1, end=2, version=1))
+    return teller.admit(call).reply(call, (3, 4), true_tokens=spans)  # type: ignore[return-value]
+
+
+def _preempted() -> Teller:
+    teller = _teller()
+    call = teller.call((1, 2))
+    return teller.admit(call)
+
+
+def _cached() -> Teller:
+    teller = _teller()
+    call = teller.call((1, 2))
+    return teller.reply(call, (3, 4, 5, 6), prompt_len=2, output={"cached_tokens": 1})  # type: ignore[return-value]
+
+
+def _ended(reason: str, tokens: tuple[int, ...]) -> Teller:
+    teller = _teller()
+    call = teller.call((1, 2))
+    return teller.reply(call, tokens, reason=reason)  # type: ignore[return-value]
+
+
+def _out_of_step() -> Teller:
+    teller = _teller("s0", "s1")
+    teller.weights(1, "s1")
+    teller.call((1, 2))
+    return teller
+
+
+def _dead() -> Teller:
+    teller = _teller()
+    teller.call((1, 2))
+    return teller.fault("death", "s0").fault("revive", "s0")
+
+
+def _faults(*whats: str) -> Teller:
+    teller = _teller()
+    for what in whats:
+        teller.fault(what, call_id=1)
+    return teller
+
+
+def _idle(**update: object) -> Teller:
+    teller = Teller()
+    teller.weights(0).weights(**{"version": 1, **update})  # type: ignore[arg-type]
+    return teller
+
+
+def _running() -> Teller:
+    teller = _teller()
+    teller.call((1, 2))
+    return teller.weights(1)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("tell", "name", "count"),
+    [
+        (lambda: _aborted((3,)), "aborts mid-decode", 1),
+        (lambda: _aborted(()), "aborts before the first token", 1),
+        (lambda: _aborted((), admitted=False), "aborts while queued", 1),
+        (lambda: _aborted((3,), admitted=False), "aborts mid-decode", 1),
+        (lambda: _aborted((3, 4, 5, 6)), "aborts on the last token", 1),
+        (lambda: _aborted(()), "zero-token segments", 1),
+        (lambda: _teller().abort(wanted="gone"), "aborts of nothing in flight", 1),
+        (_two_versions, "resumes", 1),
+        (_two_versions, "resumes across a weight version", 1),
+        (_three_versions, "rollouts across two or more updates", 1),
+        (_three_versions, "requests aborted twice or more", 1),
+        (_in_one_call, "calls across a weight version", 1),
+        (_in_one_call, "calls frozen by a pause", 1),
+        (_in_one_call, "prefills anew after a pause", 1),
+        (_in_one_call, "pauses, mode retract", 1),
+        (_preempted, "preemptions", 1),
+        (_cached, "prefix-cache hits", 1),
+        (_cached, "route rows", 5),
+        (_cached, "tokens sampled", 4),
+        (lambda: _ended("stop", (3,)), "ends of sequence before the budget", 1),
+        (lambda: _ended("stop", (3, 4, 5, 6)), "ends of sequence on the last token", 1),
+        (lambda: _ended("length", (3, 4, 5, 6)), "budgets exhausted", 1),
+        (lambda: _ended("completed", (3,)), "natural ends", 1),
+        (_running, "weight updates while calls ran", 1),
+        (lambda: _teller().weights(1), "weight updates between calls", 1),
+        (_idle, "weight updates while idle", 1),
+        (lambda: _idle(label=None), "weight updates without a label", 1),
+        (lambda: _idle(identity=True), "identity updates", 1),
+        (lambda: _idle(loaded=False), "labels published without weights", 1),
+        (lambda: _teller().fault("update-failure", "s0"), "broken weight transfers", 1),
+        (lambda: _teller().fault("update-failure"), "failed weight updates", 1),
+        (lambda: _teller().fault("update-hung"), "weight updates that hung", 1),
+        (_out_of_step, "calls while replicas were out of step", 1),
+        (_dead, "server deaths", 1),
+        (_dead, "server revivals", 1),
+        (_dead, "calls lost with their server", 1),
+        (lambda: _faults("lost-reply", "late-reply", "late-reply"), "late replies", 2),
+        (lambda: _faults("duplicate-reply", "reject"), "rejected calls", 1),
+        (lambda: _faults("solar-flare"), "solar-flare", 1),
+        (lambda: _teller().submit("r1", (7,)), "requests in parallel with others", 1),
+        (lambda: _teller().observe(9).result((9,)), "multi-turn rollouts", 1),
+        (lambda: _teller().result(), "requests dropped", 1),
+        (lambda: _teller().result(event={"error": "E"}), "requests that ended with an error", 1),
+        (lambda: _teller().result(event={"hung": True}), "requests that hung", 1),
+    ],
+)
+def test_a_situation_is_counted(tell: Callable[[], Teller], name: str, count: int) -> None:
+    """Each situation by the trace that shows it."""
+    assert count == _counts(tell().trace()).get(name), _counts(tell().trace())
+
+
+def test_weights_that_a_server_starts_with_are_no_update() -> None:
+    """Counting them would make every run look as if it had met updates."""
+    assert {} == _counts(Teller().weights(0).weights(0, "s1").trace())
+
+
+def test_replicas_are_in_step_again_after_the_update_has_reached_all() -> None:
+    """Only calls in between are counted."""
+    teller = _out_of_step()
+    teller.weights(1)
+    teller.call((1, 2))
+    assert 1 == _counts(teller.trace())["calls while replicas were out of step"]
+
+
+def test_a_call_that_was_given_up_keeps_no_server_busy() -> None:
+    """It has no reply; its request's end is its end."""
+    teller = _teller()
+    teller.call((1, 2))
+    teller.result((3,)).weights(1)
+    counts = _counts(teller.trace())
+    assert (1, None) == (counts["weight updates while idle"], counts.get("weight updates while calls ran"))
+
+
+def test_names_are_sorted_and_what_never_occurred_is_left_out() -> None:
+    """The table of a report is stable, and short."""
+    counts = _counts(_three_versions().trace())
+    assert list(counts) == sorted(counts)
+    assert all(counts.values())
+
+
+def test_events_that_refer_to_nothing_known_are_ignored() -> None:
+    """A trace that began late."""
+    teller = Teller()
+    teller.admit(7).reply(7, (3,)).observe(5).result((3,))
+    assert {} == _counts(teller.trace())
+
+
+def test_a_stream_that_may_have_broken_is_counted_in_words() -> None:
+    """By what it means, not by the name of the event."""
+    story = _teller()
+    story.reply(story.call((1, 2)), (3,)).add(Fault(what="broken-stream", server_id="s0", call_id=1))
+    assert 1 == _counts(story.trace())["streams that may not have been read to their end"]

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.inner import SUITE, runs, suite, summary
+
+
+def test_one_item_per_check_and_one_run_per_subject(fake_runs: pytest.Pytester) -> None:
+    """The ids of items are the ids of checks, and all of them share a single run."""
+    fake_runs.makepyfile(suite())
+    result = fake_runs.runpytest_inprocess("-v")
+
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(["*::test_rollouts[[]stitch.a[]] PASSED*", "*::test_rollouts[[]routes.d[]] PASSED*"])
+    assert 1 == len(runs(fake_runs))
+
+
+def test_verdicts_become_outcomes(fake_runs: pytest.Pytester) -> None:
+    """A fail fails with the finding, not applicable skips with the reason, unknown is listed apart and fails the session."""
+    fake_runs.makepyfile(suite(stitch_a="fail", stitch_b="unknown", routes_c="not applicable"))
+    result = fake_runs.runpytest_inprocess("-rs")
+
+    assert {"failed": 1, "unknown": 1, "skipped": 1, "passed": 1} == result.parseoutcomes()
+    assert pytest.ExitCode.TESTS_FAILED == result.ret
+    result.stdout.fnmatch_lines(
+        [
+            "Promise of stitch.a.",
+            "MyStack does not keep this promise:",
+            "  FAIL  stitch.a",
+            "    1. Title of stitch.a",
+            "       where     request r0",
+            "       expected  9 rows",
+            "       observed  16 rows",
+            "       hint      Keep them.",
+            "SKIPPED * not applicable: no routes",
+        ]
+    )
+
+
+def test_unknown_alone_fails_the_session(fake_runs: pytest.Pytester) -> None:
+    """No failure, one unknown verdict: the exit code is not 0, and the summary says which and why."""
+    fake_runs.makepyfile(suite(stitch_b="unknown"))
+    result = fake_runs.runpytest_inprocess()
+
+    assert {"unknown": 1, "passed": 3} == result.parseoutcomes()
+    assert pytest.ExitCode.TESTS_FAILED == result.ret
+    assert "UNKNOWN  stitch.b: not exercised: no events occurred" in summary(result)
+
+
+def test_unknown_may_be_skipped_by_choice(fake_runs: pytest.Pytester) -> None:
+    """With rollproof_unknown = skip the item is skipped, with a reason that begins with the word."""
+    fake_runs.makeini("[pytest]\nrollproof_unknown = skip\n")
+    fake_runs.makepyfile(suite(stitch_b="unknown"))
+    result = fake_runs.runpytest_inprocess("-rs")
+
+    result.assert_outcomes(passed=3, skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED * unknown: not exercised: no events occurred"])
+
+
+def test_the_summary_says_what_was_exercised(fake_runs: pytest.Pytester) -> None:
+    """Verdict counts, the exercised table and the canary close the session."""
+    fake_runs.makepyfile(suite())
+    expected = """
+MyStack  [profile pr, seed 0, 12 cases]
+  exercised
+    aborts mid-decode ........................................... 7
+  canary: a row repeated: caught by routes.c, as it must be
+  4 checks: 4 pass, 0 fail, 0 unknown, 0 not applicable"""
+
+    assert expected in summary(fake_runs.runpytest_inprocess())
+
+
+def test_a_session_without_items_says_nothing(pytester: pytest.Pytester) -> None:
+    """No header, no section, where no item and no option of ours is in use."""
+    pytester.makepyfile("def test_a(): pass")
+    result = pytester.runpytest_inprocess()
+
+    assert "rollproof:" not in str(result.stdout)
+    assert "= rollproof =" not in str(result.stdout)
+
+
+def test_the_header_tells_the_values_in_force(pytester: pytest.Pytester) -> None:
+    """With an option given, or with -v, one line names profile and the like."""
+    pytester.makepyfile("def test_a(): pass")
+
+    assert "rollproof: profile='nightly', seed=3, unknown='fail'" in str(
+        pytester.runpytest_inprocess("--rollproof-profile=nightly", "--rollproof-seed=3").stdout
+    )
+    assert "rollproof: profile='pr', unknown='fail'" in str(pytester.runpytest_inprocess("-v").stdout)
+
+
+def test_the_body_runs_with_the_result_and_other_fixtures(fake_runs: pytest.Pytester) -> None:
+    """A body may assert more about the CheckResult, and its failure is an ordinary one."""
+    fake_runs.makepyfile(
+        """
+        import rollproof
+
+        class MyStack: pass
+
+        @rollproof.conformance(MyStack, only=["stitch"])
+        def test_rollouts(check, tmp_path):
+            assert tmp_path.is_dir()
+            assert check.exercised["events"] == 3
+            assert check.id != "stitch.b"
+        """
+    )
+
+    fake_runs.runpytest_inprocess().assert_outcomes(passed=1, failed=1)
+
+
+def test_a_subclass_is_a_suite_too(fake_runs: pytest.Pytester) -> None:
+    """The subject may be a class, a plain function, or a method that makes a fresh subject; ids are the same as of the decorator."""
+    fake_runs.makepyfile(
+        """
+        import rollproof
+
+        class MyStack: pass
+
+        def make(): return MyStack()
+
+        class TestByClass(rollproof.RolloutConformance):
+            subject = MyStack
+
+        class TestByFunction(rollproof.RolloutConformance):
+            subject = make
+            only = ("stitch",)
+
+        class TestByMethod(rollproof.RolloutConformance):
+            only = ("routes.c",)
+
+            def subject(self):
+                return MyStack()
+        """
+    )
+    result = fake_runs.runpytest_inprocess("-v")
+
+    result.assert_outcomes(passed=7)
+    result.stdout.fnmatch_lines(["*::TestByMethod::test_check[[]routes.c[]] PASSED*"])
+    assert ["TestByClass", "TestByFunction", "TestByMethod"] == [line.split()[0] for line in runs(fake_runs)]
+
+
+def test_subjects_of_one_name_in_two_modules_are_two(fake_runs: pytest.Pytester) -> None:
+    """Each is run for itself, and keeps its counterexamples in a folder of its own."""
+    text = "import rollproof\nclass TestStack(rollproof.RolloutConformance):\n    def subject(self): return object()\n"
+    fake_runs.makepyfile(test_one=text, test_two=text)
+
+    fake_runs.runpytest_inprocess().assert_outcomes(passed=8)
+    assert ["test_one.TestStack", "test_two.TestStack"] == [line.split()[-1] for line in runs(fake_runs)]
+
+
+def test_options_reach_the_run(fake_runs: pytest.Pytester) -> None:
+    """Command line wins over ini file; only= selects which items exist."""
+    fake_runs.makeini("[pytest]\nrollproof_profile = soak\nrollproof_seed = 5\nrollproof_only = routes\n")
+    fake_runs.makepyfile(suite())
+    result = fake_runs.runpytest_inprocess("--rollproof-profile=nightly", "--rollproof-only=stitch.a", "--rollproof-only=routes.d")
+
+    result.assert_outcomes(passed=2)
+    assert ["MyStack nightly 5 stitch.a,routes.d test_options_reach_the_run.MyStack"] == runs(fake_runs)
+
+
+def test_the_marker_overrides_the_options(fake_runs: pytest.Pytester) -> None:
+    """@pytest.mark.rollproof(seed=...) wins over the option, and -m rollproof selects conformance items."""
+    marked = suite().replace("@rollproof.conf", "import pytest\n@pytest.mark.rollproof(seed=9)\n@rollproof.conf")
+    fake_runs.makepyfile(marked + "\ndef test_other(): pass\n")
+
+    fake_runs.runpytest_inprocess("-m", "rollproof", "--rollproof-seed=3").assert_outcomes(passed=4, deselected=1)
+    (run,) = runs(fake_runs)
+    assert run.startswith("MyStack pr 9  test_the_marker_overrides_the_options.MyStack-")
+
+
+def test_the_markers_values_are_checked(fake_runs: pytest.Pytester) -> None:
+    """A seed or a profile that cannot be is told in one line, without a traceback."""
+    for given, told in (("seed='a'", "seed='a' must be a whole number >= 0"), ("profile='nosuch'", "No profile is named 'nosuch'; choose")):
+        fake_runs.makepyfile(suite().replace("@rollproof.conf", f"import pytest\n@pytest.mark.rollproof({given})\n@rollproof.conf"))
+        result = fake_runs.runpytest_inprocess()
+
+        result.assert_outcomes(failed=4)
+        assert f"@pytest.mark.rollproof: {told}" in str(result.stdout)
+        assert "Traceback" not in str(result.stdout)
+        assert "suites.py" not in str(result.stdout)
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_session(fake_runs: pytest.Pytester) -> None:
+    """Neither report nor file of expected failures is found unwritable when everything has run."""
+    fake_runs.makepyfile(suite())
+    (fake_runs.path / "file").touch()
+    for option in (["--rollproof-report=file/report.json"], ["--rollproof-accept", "--rollproof-expected=file/expected.toml"]):
+        result = fake_runs.runpytest_inprocess(*option)
+
+        assert pytest.ExitCode.USAGE_ERROR == result.ret
+        assert "Not a directory" in str(result.stderr)
+        assert not (fake_runs.path / "runs").exists()
+
+
+def test_a_report_whose_place_breaks_during_the_session_is_kept(fake_runs: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary says where the report went instead; a session that would have passed ends with an error."""
+    monkeypatch.setattr("tempfile.tempdir", str(fake_runs.path))
+    fake_runs.makepyfile(suite() + "\ndef test_breaks():\n    open('out', 'w').close()\n")
+    result = fake_runs.runpytest_inprocess("--rollproof-report=out/report.json")
+
+    result.assert_outcomes(passed=5)
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    (kept,) = fake_runs.path.glob("rollproof-*/report.json")
+    assert f"It was kept as {kept}." in str(result.stdout)
+    assert 4 == json.loads(kept.read_text())["summary"]["pass"]
+
+
+def test_subjects_of_one_name_are_told_apart(fake_runs: pytest.Pytester) -> None:
+    """Every lambda has the same name, and names may be given twice: each subject is run, and keeps counterexamples of its own."""
+    other = "\nclass Broken:\n    verdicts = {'stitch.a': 'fail'}\n"
+    tests = "".join(
+        f"\n@rollproof.conformance({given})\ndef test_{i}(check):\n    pass\n"
+        for i, given in enumerate(("lambda: MyStack()", "lambda: Broken()", "MyStack, name='one'", "Broken, name='one'"))
+    )
+    fake_runs.makepyfile(suite() + other + tests)
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(passed=19, failed=1)
+    folders = [run.rpartition(" ")[2] for run in runs(fake_runs)]
+    assert (5, 5) == (len(folders), len(set(folders)))
+
+
+def test_a_root_folder_that_is_not_ours_costs_no_verdict(fake_runs: pytest.Pytester) -> None:
+    """Where nothing can be written below the root folder, counterexamples are not kept, and the report says so."""
+    fake_runs.makepyfile(suite())
+    (fake_runs.path / ".rollproof").touch()
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(passed=4)
+    assert "note: counterexamples are not kept. Cannot write into " in str(result.stdout)
+
+
+def test_the_marker_takes_nothing_else(fake_runs: pytest.Pytester) -> None:
+    """An argument that would be ignored is told instead."""
+    fake_runs.makepyfile(suite().replace("@rollproof.conf", "import pytest\n@pytest.mark.rollproof(flavour='vllm')\n@rollproof.conf"))
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(failed=4)
+    assert "@pytest.mark.rollproof takes profile= and seed=, not ['flavour']." in str(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--rollproof-profile=fast"], "--rollproof-profile='fast' is not one of: pr, nightly, soak."),
+        (["--rollproof-seed=x"], "--rollproof-seed='x' is not a whole number >= 0, such as 0 or 12345."),
+        (["--rollproof-seed=-1"], "--rollproof-seed='-1' is not a whole number"),
+        (["--rollproof-unknown=pass"], "--rollproof-unknown='pass' is not one of: fail, skip."),
+        (["--rollproof-only=stich.a"], "No check or family is named 'stich.a'. Did you mean stitch.a"),
+        (["--rollproof-accept"], "say which one with --rollproof-expected=FILE."),
+        (["--rollproof-expected=no.toml"], "There is no file of expected failures at "),
+    ],
+)
+def test_wrong_values_end_the_session_at_once(fake_runs: pytest.Pytester, arguments: list[str], told: str) -> None:
+    """A usage error (exit code 4) that lists the valid values, before anything is collected."""
+    fake_runs.makepyfile(suite())
+    result = fake_runs.runpytest_inprocess(*arguments)
+
+    assert pytest.ExitCode.USAGE_ERROR == result.ret
+    assert told in str(result.stderr)
+    assert "Traceback" not in str(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("decorated", "told"),
+    [
+        ("conformance(MyStack)\nasync def test_a(check): pass", "test_a must be a plain function"),
+        ("conformance(MyStack)\ndef test_a(): pass", "test_a must take a parameter named `check`"),
+        ("conformance(MyStack())\ndef test_a(check): pass", "conformance() takes a factory"),
+        ("conformance(MyStack, profile='fast')\ndef test_a(check): pass", "choose one of ['pr', 'nightly', 'soak']"),
+        ("conformance(MyStack, only=['stich'])\ndef test_a(check): pass", "Did you mean stitch"),
+        ("conformance(MyStack, expected={'stich.a': 'r'})\ndef test_a(check): pass", "Did you mean stitch"),
+    ],
+)
+def test_a_misused_decorator_is_told_while_collecting(fake_runs: pytest.Pytester, decorated: str, told: str) -> None:
+    """What cannot become a suite is a collection error with the next step, never a test that asserts nothing."""
+    fake_runs.makepyfile(f"import rollproof\n\nclass MyStack: pass\n\n@rollproof.{decorated}\n")
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(errors=1)
+    assert told in str(result.stdout)
+
+
+def test_a_class_that_is_not_collected_warns(fake_runs: pytest.Pytester) -> None:
+    """A subclass with a subject whose name pytest passes over would test nothing: it warns."""
+    fake_runs.makepyfile("import rollproof\n\nclass MyStackSuite(rollproof.RolloutConformance):\n    subject = object\n")
+    result = fake_runs.runpytest_inprocess()
+
+    result.stdout.fnmatch_lines(["*pytest does not collect MyStackSuite unless `python_classes` matches it: name it TestMyStackSuite*"])
+
+
+def test_a_class_without_subject_is_an_error(fake_runs: pytest.Pytester) -> None:
+    """A collected class without a subject is told while collecting."""
+    fake_runs.makepyfile("import rollproof\n\nclass TestIt(rollproof.RolloutConformance):\n    pass\n")
+    result = fake_runs.runpytest_inprocess()
+
+    assert "TestIt must set `subject`: a factory, or a method that returns a fresh subject." in str(result.stdout)
+    assert pytest.ExitCode.OK != result.ret
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("broken", "SubjectError: MyStack.start raised ValueError"), ("bug", "ZeroDivisionError: division")]
+)
+def test_a_run_that_cannot_start_is_told_once(fake_runs: pytest.Pytester, kind: str, told: str) -> None:
+    """The first item says why, the others refer to it, and the subject is not run again for each."""
+    fake_runs.makepyfile(SUITE.format(verdicts=kind))
+    result = fake_runs.runpytest_inprocess()
+
+    result.assert_outcomes(failed=4)
+    assert 1 == len(runs(fake_runs))
+    assert 1 == sum(told in line and line.startswith(("E  ", "MyStack could not be run: ")) for line in result.outlines)
+    assert 3 == sum("MyStack could not be run; the first item of this subject says why." == line for line in result.outlines)
+
+
+def test_fixtures_tell_profile_and_seed(pytester: pytest.Pytester) -> None:
+    """rollproof_profile and rollproof_seed are the values in force."""
+    pytester.makepyfile("def test_a(rollproof_profile, rollproof_seed):\n    assert (rollproof_profile, rollproof_seed) == ('pr', 0)\n")
+
+    pytester.runpytest_inprocess().assert_outcomes(passed=1)
+
+
+def test_collecting_runs_nothing(fake_runs: pytest.Pytester) -> None:
+    """--collect-only lists the items without running a subject."""
+    fake_runs.makepyfile(suite())
+    result = fake_runs.runpytest_inprocess("--collect-only", "-q")
+
+    result.stdout.fnmatch_lines(["*::test_rollouts[[]stitch.a[]]"])
+    assert not (fake_runs.path / "runs").exists()
+
+
+def test_a_conversion_into_batches_is_a_suite(pytester: pytest.Pytester) -> None:
+    """A BatchSubject is judged by the checks of batches alone, as decorated function and as subclass."""
+    pytester.makepyfile(
+        """
+        import rollproof
+        from rollproof.fakes.trainers.reference_batches import Collator
+
+        @rollproof.conformance(Collator)
+        def test_batches(check):
+            assert check.id.startswith("batch.")
+
+        class TestBatches(rollproof.BatchConformance):
+            subject = Collator
+        """
+    )
+    result = pytester.runpytest_inprocess("-v")
+    outcomes = result.parseoutcomes()
+
+    assert {"passed"} == set(outcomes)
+    assert outcomes["passed"] >= 20
+    result.stdout.fnmatch_lines(["*::test_batches[[]batch.*[]] PASSED*", "*::TestBatches::test_check[[]batch.*[]] PASSED*"])

@@ -1,0 +1,165 @@
+"""The virtual clock: free sleeping, repeatable order, and hangs that are seen."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from rollproof.errors import SubjectError
+from rollproof.simulation import virtual_loop
+
+
+def test_sleeping_takes_no_real_time() -> None:
+    """A virtual day passes in less than a real second."""
+
+    async def main() -> float:
+        await asyncio.sleep(86_400)
+        return asyncio.get_running_loop().time()
+
+    start = time.perf_counter()
+
+    assert virtual_loop.run(main) == pytest.approx(86_400)
+    assert 1 > time.perf_counter() - start
+
+
+async def _race(log: list[tuple[float, int]], delays: list[float]) -> None:
+    async def one(number: int, delay: float) -> None:
+        for _ in range(5):
+            await asyncio.sleep(delay)
+            log.append((asyncio.get_running_loop().time(), number))
+
+    await asyncio.gather(*(one(i, delay) for i, delay in enumerate(delays)))
+
+
+def test_one_program_has_one_order() -> None:
+    """Twenty runs of a program with colliding timers wake its tasks in one order."""
+    delays = [random.Random(1).choice([0.5, 1.0, 1.5]) for _ in range(30)]
+    logs = []
+    for _ in range(20):
+        log: list[tuple[float, int]] = []
+        virtual_loop.run(lambda log=log: _race(log, delays))
+        logs.append(log)
+
+    assert [logs[0]] * 20 == logs
+
+
+def test_a_real_loop_has_no_such_order() -> None:
+    """Without the virtual clock the times differ from run to run: the property above is not vacuous."""
+    logs = []
+    for _ in range(2):
+        log: list[tuple[float, int]] = []
+        asyncio.run(_race(log, [0.0001, 0.0002]))
+        logs.append(log)
+
+    assert logs[0] != logs[1]
+
+
+def test_a_deadlock_is_seen_at_once() -> None:
+    """Waiting for what nobody will ever set raises ``Stalled`` instead of waiting."""
+
+    async def main() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(virtual_loop.Stalled, match="nothing is scheduled any more"):
+        virtual_loop.run(main)
+
+
+def test_a_busy_loop_is_seen() -> None:
+    """Spinning without letting time pass raises ``Stalled``."""
+
+    async def main() -> None:
+        while True:  # noqa: ASYNC110 - the busy loop is what is tested
+            await asyncio.sleep(0)
+
+    with pytest.raises(virtual_loop.Stalled, match="busy loop"):
+        virtual_loop.run(main)
+
+
+def test_executors_run_inline() -> None:
+    """Work for an executor runs on the loop's own thread, and its exceptions arrive through the future."""
+
+    async def main() -> bool:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(ZeroDivisionError):
+            await loop.run_in_executor(None, lambda: 1 // 0)
+        return await loop.run_in_executor(None, threading.get_ident) == threading.get_ident()
+
+    assert virtual_loop.run(main)
+
+
+def test_threads_are_refused_with_advice() -> None:
+    """Starting a thread inside a run raises, and names the ways out."""
+
+    async def main() -> None:
+        threading.Thread(target=print).start()
+
+    with pytest.raises(SubjectError, match=r"uses a thread.*run_in_executor.*rollproof\.record"):
+        virtual_loop.run(main)
+
+
+@pytest.mark.parametrize("method", ["connect", "bind"])
+def test_sockets_are_refused_with_advice(method: str) -> None:
+    """Opening a socket inside a run raises, and names the ways out."""
+
+    async def main() -> None:
+        with socket.socket() as made:
+            getattr(made, method)(("127.0.0.1", 0))
+
+    with pytest.raises(SubjectError, match=rf"socket\.{method}.*rollproof\.record"):
+        virtual_loop.run(main)
+
+
+def test_threads_and_sockets_work_again_afterwards() -> None:
+    """The guards are gone when the run is over."""
+
+    async def main() -> None:
+        return
+
+    virtual_loop.run(main)
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+
+        assert 0 < made.getsockname()[1]
+
+
+def test_a_running_loop_is_refused() -> None:
+    """From inside another loop the call is refused instead of nesting."""
+
+    async def inner() -> None:
+        return
+
+    async def outer() -> None:
+        virtual_loop.run(inner)
+
+    with pytest.raises(SubjectError, match="call it from sync code"):
+        asyncio.run(outer())
+
+
+def test_a_wait_is_described_down_to_its_innermost_await() -> None:
+    """A hang names the chain of functions that waits."""
+
+    async def innermost() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def outermost() -> None:
+        await innermost()
+
+    async def main() -> str:
+        task = asyncio.get_running_loop().create_task(outermost())
+        await asyncio.sleep(0)
+        text = virtual_loop.describe_wait(task)
+        task.cancel()
+        return text
+
+    text = virtual_loop.run(main)
+
+    assert text.startswith("outermost (test_virtual_loop.py:")
+    assert "> innermost (test_virtual_loop.py:" in text

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import datetime as dt
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from rollproof.errors import ExpectationError
+from rollproof.judging.checks import Registry, request_check
+from rollproof.verification.expected_failures import ExpectedFailures, Outcome
+
+TODAY = dt.date(2026, 11, 28)
+IDS = ("routes.rows", "routes.position", "stitch.tokens")
+
+FILE = """\
+# Faults of MyStack that we know about.
+
+[[expected]]
+check = "routes.rows"  # since the rewrite
+reason = "routes are concatenated on resume"
+issue = "verl#6029"
+
+# Waits for the next release of the engine.
+[[expected]]
+check = "stitch.tokens"
+reason = "EOS is sampled twice"
+expires = 2027-03-01
+"""
+
+
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry(request_check(check_id, promise="p", needs="n", exercised_by="e")(lambda view, out: None) for check_id in IDS)
+    monkeypatch.setattr("rollproof.verification.expected_failures.default_registry", lambda: registry)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "expected.toml"
+    file.write_text(FILE, encoding="utf-8")
+    return file
+
+
+def read(path: Path) -> ExpectedFailures:
+    return ExpectedFailures.read(path, today=TODAY)
+
+
+def outcome(subject: str = "MyStack", **verdicts: str) -> Outcome:
+    by_id = {name.replace("_", "."): verdict.replace("_", " ") for name, verdict in verdicts.items()}
+    titles = {check_id: f"title of {check_id}" for check_id, verdict in by_id.items() if "fail" in verdict}
+    return Outcome(subject=subject, verdicts=by_id, titles=titles)
+
+
+def refused(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ExpectationError) as error:
+        read(path)
+    return str(error.value)
+
+
+def test_reasons_carry_their_issue(path: Path) -> None:
+    """What run_conformance is handed is the reason, with the issue behind it."""
+    expected = {"routes.rows": "routes are concatenated on resume (verl#6029)", "stitch.tokens": "EOS is sampled twice"}
+
+    assert expected == read(path).reasons("MyStack")
+
+
+def test_an_entry_with_a_subject_covers_only_that_one(path: Path) -> None:
+    """An entry that names a subject excuses no other."""
+    path.write_text('[[expected]]\ncheck = "routes.rows"\nreason = "r"\nsubject = "A"\n', encoding="utf-8")
+
+    assert {"routes.rows": "r"} == read(path).reasons("A")
+    assert {} == read(path).reasons("B")
+
+
+def test_every_problem_of_a_file_is_listed_at_once(path: Path) -> None:
+    """Unknown ids, unknown keys, a missing reason, a quoted date, an expired entry and a double one, each with its number."""
+    text = refused(
+        path,
+        """
+[[expected]]
+check = "routes.row"
+reason = "typo"
+[[expected]]
+check = "routes.rows"
+reason = " "
+[[expected]]
+check = "stitch.tokens"
+reason = "r"
+since = "2026-11-28"
+colour = "red"
+[[expected]]
+check = "routes.position"
+reason = "engine bug"
+expires = 2026-11-28
+[[expected]]
+check = "stitch.tokens"
+reason = "a"
+[[expected]]
+check = "stitch.tokens"
+reason = "b"
+subject = "A"
+""",
+    )
+
+    assert "entry 1 (routes.row): no check has this id: did you mean routes.rows" in text
+    assert "entry 2 (routes.rows): reason is missing." in text
+    assert "entry 3 (stitch.tokens): unknown key 'colour'; valid keys are check, reason, issue, shows, since, expires, subject." in text
+    assert "entry 3 (stitch.tokens): since must be a date without quotes, such as 2026-11-28." in text
+    assert "entry 4 (routes.position): expired on 2026-11-28: fix the fault, or decide anew" in text
+    assert "entry 6 (stitch.tokens): listed twice." in text
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[[expected", "is not TOML"),
+        (f"x = {'[' * 5000}", "is not TOML: it is nested too deep"),
+        (f"x = {'9' * 5000}", "is not TOML: Exceeds the limit"),
+        ('[[expected]]\ncheck = "routes.rows"\nreason = "r"\nshows = []', "shows must be a list of kinds of findings"),
+        ("expected = 3", "must be written as [[expected]] tables"),
+        ("[other]\nx = 1\n", "unknown key 'other'"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(path: Path, text: str, told: str) -> None:
+    """What is not a list of expected failures is an error that says what should stand there."""
+    assert told in refused(path, text)
+
+
+def test_an_absent_file_is_an_error_unless_it_is_about_to_be_written(tmp_path: Path) -> None:
+    """Only the accept mode takes an absent file for an empty one."""
+    with pytest.raises(ExpectationError, match=r"There is no file of expected failures at .*no\.toml; the accept option writes one"):
+        read(tmp_path / "no.toml")
+
+    assert () == ExpectedFailures.read(tmp_path / "no.toml", missing_ok=True).entries
+
+
+def test_a_listed_check_that_does_not_fail_is_stale(path: Path) -> None:
+    """Passing and inapplicable checks are stale entries, failing and unknown ones are not."""
+    listed = read(path)
+
+    assert [] == listed.stale(outcome(routes_rows="expected_fail", stitch_tokens="unknown"))
+    assert [] == listed.stale(outcome(routes_rows="fail"))
+    stale = listed.stale(outcome(routes_rows="pass", stitch_tokens="not_applicable"))
+    assert [True, True] == ["remove the entry, or accept" in text for text in stale]
+    assert "its verdict is pass" in stale[0]
+    assert "its verdict is not applicable" in stale[1]
+
+
+def test_accepting_keeps_comments_and_adds_what_fails(path: Path) -> None:
+    """An entry that still fails keeps its text to the letter; a new failure is added with a reason to replace; nothing else changes."""
+    said = read(path).accept([outcome(routes_rows="expected_fail", stitch_tokens="unknown", routes_position="fail")], today=TODAY)
+    added = """
+[[expected]]
+check = "routes.position"
+reason = "accepted, to be explained: title of routes.position"
+since = 2026-11-28
+"""
+
+    assert FILE + added == path.read_text(encoding="utf-8")
+    assert [f"added routes.position: replace its reason in {path} by the true one"] == said
+    assert 3 == len(read(path).entries)
+
+
+def test_accepting_removes_what_passes_and_says_its_reason(path: Path) -> None:
+    """The entry of a fixed check goes, together with the comment directly above it; its reason is told once more."""
+    said = read(path).accept([outcome(routes_rows="expected_fail", stitch_tokens="pass")], today=TODAY)
+
+    assert FILE.partition("\n# Waits")[0] == path.read_text(encoding="utf-8")
+    assert ["removed stitch.tokens: it does not fail any more (its reason was: EOS is sampled twice)"] == said
+
+
+def test_accepting_twice_changes_nothing(path: Path) -> None:
+    """The accept mode is idempotent, byte for byte."""
+    found = [outcome(routes_rows="expected_fail", stitch_tokens="pass", routes_position="fail")]
+    read(path).accept(found, today=TODAY)
+    once = path.read_bytes()
+
+    assert [f"{path} already says what was found"] == read(path).accept(found, today=TODAY)
+    assert once == path.read_bytes()
+
+
+def test_accepting_keeps_what_no_run_decided(path: Path) -> None:
+    """A run of other checks, or of another subject, takes nothing out."""
+    path.write_text(FILE + '\n[[expected]]\ncheck = "routes.position"\nreason = "r"\nsubject = "Other"\n', encoding="utf-8")
+    before = path.read_bytes()
+    read(path).accept([outcome(routes_position="pass")], today=TODAY)
+
+    assert before == path.read_bytes()
+
+
+def test_accepting_narrows_an_entry_to_the_subject_that_fails(path: Path) -> None:
+    """An entry for all subjects that fails in one of two becomes an entry for that one, and the file holds."""
+    runs = [outcome("A", routes_rows="expected_fail"), outcome("B", routes_rows="pass")]
+    said = read(path).accept(runs, today=TODAY)
+
+    assert ["narrowed routes.rows to A: elsewhere it does not fail"] == said
+    assert [] == read(path).stale(runs[1])
+    assert "routes.rows" in read(path).reasons("A")
+
+
+def test_accepted_reasons_survive_every_character(path: Path) -> None:
+    """Quotes, backslashes, control characters and DEL of a finding's title make valid TOML that reads back the same."""
+    title = 'a "quoted" \\ path\n\x00\x1f\x7f é 🙂'
+    path.unlink()
+    found = Outcome(subject="S", verdicts={"routes.rows": "fail"}, titles={"routes.rows": title})
+    ExpectedFailures.read(path, missing_ok=True, today=TODAY).accept([found], today=TODAY)
+
+    assert f"accepted, to be explained: {title}" == tomllib.loads(path.read_text(encoding="utf-8"))["expected"][0]["reason"]
+
+
+def test_a_file_in_another_spelling_is_not_rewritten(path: Path) -> None:
+    """Inline tables cannot be edited without losing text, so accepting refuses them."""
+    path.write_text('expected = [{check = "routes.rows", reason = "r"}]\n', encoding="utf-8")
+
+    with pytest.raises(ExpectationError, match="cannot be rewritten: write its entries as"):
+        read(path).accept([outcome(routes_rows="pass")], today=TODAY)

@@ -1,0 +1,3 @@
+"""The generators of the pages in docs/."""
+
+from __future__ import annotations

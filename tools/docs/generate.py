@@ -1,0 +1,164 @@
+"""Writes the pages of docs/ that say what the code says: checks, contract, options, known bugs, the API.
+
+``python tools/docs/generate.py --write`` writes them; ``--check`` (the default) exits with 1 where a page differs from what it would write.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+import rollproof.core.contract
+import rollproof.verification.expected_failures
+from rollproof.cli.app import app
+from rollproof.core.contract import Contract
+from rollproof.fakes.known_bugs import KNOWN_BUGS
+from rollproof.judging.checks import default_registry
+from rollproof.plugin import OPTIONS
+from tools.docs.api_page import api_page
+from tools.docs.engines_page import engines_page
+from tools.docs.enum_texts import enum_texts
+from tools.docs.gpu_page import gpu_page
+from tools.docs.http_page import http_page
+from tools.docs.replay_page import replay_page
+from tools.docs.stacks_page import stacks_page
+
+HERE = Path(__file__).parents[2] / "docs"
+HEAD = "<!-- Written by tools/docs/generate.py from the code; edit the code, then run `nox -s docs -- --write`. -->"
+
+
+def checks_page() -> Iterator[str]:
+    """docs/checks.md."""
+    registry = default_registry()
+    families = dict.fromkeys(check.family for check in registry)
+    yield f"# Checks\n\n{len(registry)} checks in {len(families)} families. A check is a pure function of a trace: `pass` only where it was"
+    yield "exercised, `unknown` where its trigger never fired or its data is absent, `not applicable` where the contract rules it out.\n"
+    for family in families:
+        yield f"\n## {family}\n"
+        for check in registry:
+            if check.family != family:
+                continue
+            killed = [f"[{bug.id}](known-bugs.md#{bug.id})" for bug in KNOWN_BUGS if check.id in bug.kills]
+            yield f"\n### {check.id}\n\n{check.promise}\n"
+            yield f"- needs: {check.needs}"
+            yield f"- exercised by: {', '.join(check.exercised_by)}"
+            yield f"- kills: {', '.join(killed) or 'no known bug yet'}"
+            yield f"- since: {check.since}"
+
+
+def bugs_page() -> Iterator[str]:
+    """docs/known-bugs.md."""
+    yield f"# Known bugs\n\n{len(KNOWN_BUGS)} faults of the field, each planted on a reference manager. `rollproof known-bugs`"
+    yield "runs them: each must be killed by the checks named here, and no check may be blamed that is named neither under `killed by`"
+    yield "nor under `also seen by` (an honest consequence of the same fault).\n"
+    yield "`upstream` names where the fault was published. A reference after `cf.` is of the same area: what was published there is"
+    yield "another fault of the same code or promise, and the planted one is modelled on it.\n"
+    for bug in KNOWN_BUGS:
+        yield f"\n## {bug.id}\n\n{bug.summary}\n"
+        yield f"- upstream: {', '.join(bug.refs)}"
+        yield f"- killed by: {', '.join(f'`{check}`' for check in bug.kills)}"
+        if bug.also:
+            yield f"- also seen by: {', '.join(f'`{check}`' for check in bug.also)}"
+
+
+def contract_page() -> Iterator[str]:
+    """docs/contract.md."""
+    yield "# Contract\n"
+    yield inspect.cleandoc(rollproof.core.contract.__doc__ or "")
+    yield "\nEvery field takes the enum member or its plain text. A contract that is incomplete or contradicts itself raises"
+    yield "`ContractError`, which lists every problem at once.\n"
+    yield inspect.cleandoc(Contract.__doc__ or "")
+    yield "\n| field | values | default |\n|---|---|---|"
+    enums = enum_texts(rollproof.core.contract)
+    for field in fields(Contract):
+        name = str(field.type).replace(" | None", "")
+        default = "required" if field.default is MISSING else f"`{field.default}`"
+        values = f"[{name}](#{name.lower()})" if name in enums else f"`{field.type}`".replace("|", "\\|")
+        yield f"| `{field.name}` | {values} | {default} |"
+    for name, (text, members) in enums.items():
+        yield f"\n## {name}\n\n{text}\n"
+        for value, meaning in members:
+            yield f"- `{value}`{': ' + meaning if meaning else ''}"
+
+
+def options_page() -> Iterator[str]:
+    """docs/options.md."""
+    yield "# Options\n\n## pytest\n"
+    yield "Command line wins over ini file, ini file over default. Paths of the ini file start from pytest's root folder.\n"
+    yield "| option | ini key | default | meaning |\n|---|---|---|---|"
+    for option in OPTIONS:
+        value = f"={option.metavar}".replace("|", "\\|") if option.metavar else ""
+        default = "" if option.default in (None, (), False) else f"`{option.default}`"
+        key = f"`{option.dest}`" if option.ini else "none: it is a one-time act"
+        yield f"| `{option.flag}{value}` | {key} | {default} | {option.help} |"
+    yield "\nFixtures: `rollproof_record`, `rollproof_replay`, `rollproof_profile`, `rollproof_seed`. Marker: `rollproof(profile=None,"
+    yield "seed=None)`, put on every conformance item, so that `-m rollproof` selects them; on a test of yours its arguments override the"
+    yield "options."
+    yield "\n## Command line\n"
+    yield "Exit codes: 0 all pass, 1 some fail, 2 unknown only, 254 bad arguments, 255 internal error, 130 interrupted."
+    root = get_command(app)
+    for name, command in root.commands.items():  # type: ignore[attr-defined]  # the app is a group
+        yield f"\n### rollproof {name}\n\n{inspect.cleandoc(command.help)}\n\n| argument | meaning |\n|---|---|"
+        for parameter in command.params:
+            yield f"| {_spelling(parameter)} | {getattr(parameter, 'help', '') or ''} |"
+    yield "\n## File of expected failures\n"
+    before, _, rest = inspect.cleandoc(rollproof.verification.expected_failures.__doc__ or "").partition("::\n\n")
+    example, _, after = rest.partition("\n\n")
+    yield f"{before}:\n\n```toml\n{inspect.cleandoc(example)}\n```\n\n{after}"
+
+
+def _spelling(parameter: Any) -> str:
+    metavar = (parameter.metavar or "").replace("|", "\\|")
+    if parameter.param_type_name == "argument":
+        return f"`{metavar or parameter.name.upper()}`"
+    flags = ", ".join(parameter.opts)
+    return f"`{flags}{' ' + metavar if metavar and not parameter.is_flag else ''}`"
+
+
+PAGES = {
+    "api.md": api_page,
+    "checks.md": checks_page,
+    "contract.md": contract_page,
+    "http.md": http_page,
+    "engines.md": engines_page,
+    "gpu.md": gpu_page,
+    "known-bugs.md": bugs_page,
+    "options.md": options_page,
+    "replay.md": replay_page,
+    "stacks.md": stacks_page,
+}
+
+
+def _text(lines: Iterable[str]) -> str:
+    return f"{HEAD}\n" + "\n".join(lines).rstrip() + "\n"
+
+
+def main(write: bool = typer.Option(False, "--write/--check", help="Write the pages, or compare them.")) -> None:
+    """Write or compare the generated pages."""
+    stale = []
+    for name, page in PAGES.items():
+        path, text = HERE / name, _text(page())
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        if old == text:
+            continue
+        if write:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path.name}")
+            continue
+        stale.append(name)
+        sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), text.splitlines(True), f"docs/{name}", "what the code says", n=1))
+    if stale:
+        print(f"{', '.join(stale)} differ from the code: run `nox -s docs -- --write` and commit.")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

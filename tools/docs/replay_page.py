@@ -1,0 +1,194 @@
+"""Writes docs/replay.md: what a trainer with routing replay declares and tells, what is asked of it, and what was found where.
+
+Verdicts on the reference trainers are made anew each time; those on real trainers are read from ``replay_results/*.json``, which
+``python -m tools.judge_megatron_trainers FILE`` and its like write where the packages are installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import runpy
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import rollproof
+from rollproof.core import replay_contract
+from rollproof.core.events import replay
+from rollproof.core.replay_contract import ReplayTerms
+from rollproof.core.router_spy import Spy, direction, identify, ids_of_map, sketch
+from rollproof.core.trainer_contract import terms_of
+from rollproof.fakes.trainers.reference_trainers import REFERENCES, Pipelined
+from rollproof.judging.checks import default_registry
+from rollproof.replay.covering import CPU_RANKS, coverage, frozen_rows
+from rollproof.replay.megatron.covered_setups import covering_setups
+from rollproof.replay.plans import episodes_for
+from rollproof.reporting.text import check_lines, text_of
+from rollproof.verification.replay import judge_replay
+from tools.docs.enum_texts import enum_texts
+
+__all__ = ["replay_page"]
+
+RESULTS = Path(__file__).parents[2] / "docs" / "replay_results"
+_SIGNS = {"pass": "✓", "fail": "✗", "unknown": "?", "not applicable": "·"}
+_INTRO = """
+Routing replay makes a trainer's routers execute experts that were recorded: in its own old-logprob pass (R2), or in the rollout engine
+(R3). It fails silently: a target that reaches the wrong row, layer, rank or microbatch, or none at all, gives a finite loss. So nothing
+here trusts that a target was installed. A spy sits on the *output* of every router; what each row ought to execute is derived from the
+samples' payload alone; and what a step comes to is held to one law: loss and gradients are a function of weights, samples, routes and
+action, and of nothing that ran before.
+
+`rollproof verify --replay my_module:MyTrainer` judges a trainer, as `rollproof.ReplayConformance` does in pytest, and the fixture
+`rollproof_replay(MyTrainer)` within a test of your own. Transformations between payload and router rows are judged on their own, without a
+trainer, by `rollproof.ReplayLayoutConformance` ([doors.md](doors.md)).
+
+One `top_k` holds for all layers: a model whose layers differ in it cannot be declared yet, and is not judged.
+
+Two pages go through a whole trainer: [one of HF transformers](replay-hf.md), with replay code that you can take, and
+[one on Megatron](replay-megatron.md); both run on a CPU.
+"""
+_TRY = """
+## Try it without torch
+
+rollproof's own trainers are numpy. The first command judges a correct one; the second one with the most frequent fault
+([example/shifted_trainer.py](example/shifted_trainer.py)): routes stand one row behind their tokens.
+
+```
+rollproof verify --replay rollproof.fakes.trainers.replay_trainer:ReplayTrainer
+cd docs/example
+rollproof verify --replay shifted_trainer:ShiftedTrainer --only replay.forward
+```
+
+The second one ends with exit code 1 and begins so:
+"""
+_EXAMPLES = """
+Worked examples: [a trainer of HF transformers](example/hf_trainer.py), [a Megatron trainer](example/megatron_trainer.py).
+"""
+_COVERING = """
+## Which configurations
+
+Every pair of settings that can be combined is in one of the {rows} rows of a covering array that is frozen in the package
+(`rollproof.replay.covering`): rows of the engine, mode, DP, TP, EP, PP, VPP, CP, SP, recompute, packing, a dense first layer, dispatcher.
+Each row is laid out and merged back by two implementations; {run} run on megatron-core with at most {ranks} processes
+([replay-megatron.md](replay-megatron.md)). `python -m rollproof.replay.covering` counts:
+
+| settings at once | feasible combinations | held by the rows | held by those that run |
+|---|---|---|---|"""
+
+
+def replay_page() -> Iterator[str]:
+    """docs/replay.md."""
+    yield f"# Routing replay in a trainer\n{_INTRO}"
+    yield from _tried()
+    yield "\n## What you write\n"
+    yield _plain(rollproof.ReplaySubject.__doc__)
+    yield "\n`contract` is made by `rollproof.core.trainer_contract.trainer_contract`: the sizes of the model, the convention of the payload"
+    yield "([contract.md](contract.md)), and these terms.\n\n| term | default |\n|---|---|"
+    for field in fields(ReplayTerms):
+        yield f"| `{field.name}` | {'required' if field.default is MISSING else f'`{_shown(field.default)}`'} |"
+    yield f"\n{_plain(ReplayTerms.__doc__)}"
+    for name, (text, members) in enum_texts(replay_contract).items():
+        yield f"\n### {name}\n\n{_plain(text)}\n"
+        yield from _values(members)
+    yield "\n## What it is handed, and hands over\n\nOf `rollproof.core.events.replay` and `rollproof.core.router_spy`.\n"
+    for record in (replay.Step, replay.Outcome):
+        yield f"\n### {record.__name__}\n\n{_plain(record.__doc__)}"
+    for name, (text, members) in enum_texts(replay).items():
+        yield f"\n### {name}\n\n{_plain(text)}\n"
+        yield from _values(members)
+    yield f"\n### Spy\n\n{_plain(Spy.__doc__)}"
+    for function in (Spy.routed, Spy.installed, Spy.recomputing, Spy.extend, identify, ids_of_map, sketch, direction):
+        yield f"\n`{function.__name__}`: {_plain(function.__doc__)}"
+    if all((RESULTS.parent / name).exists() for name in re.findall(r"\((example/[^)]+)\)", _EXAMPLES)):
+        yield _EXAMPLES
+    yield from _episodes()
+    yield from _covering()
+    yield from _table()
+
+
+def _tried() -> Iterator[str]:
+    """What the example with a fault is told."""
+    yield _TRY
+    example = runpy.run_path(str(RESULTS.parent / "example" / "shifted_trainer.py"))
+    check = judge_replay(example["ShiftedTrainer"], only=["replay.forward"]).to_dict()["checks"][0]
+    yield f"```console\n{text_of(check_lines(check, findings=1))}\n```"
+
+
+def _covering() -> Iterator[str]:
+    """How much of the settings' combinations the covering array holds."""
+    rows = frozen_rows()
+    run = [rows[number] for number, *_ in covering_setups()]
+    yield _COVERING.format(rows=len(rows), run=len(run), ranks=CPU_RANKS)
+    for strength, words in ((2, "two"), (3, "three")):
+        (held, total), (ran, _) = coverage(rows, strength), coverage(run, strength)
+        yield f"| {words} | {total:,} | {held:,} ({held / total:.1%}) | {ran:,} ({ran / total:.1%}) |"
+
+
+def _episodes() -> Iterator[str]:
+    """What is asked of a trainer that offers everything."""
+    yield "\n## What is asked\n\nAn episode begins with a fresh subject. These are the episodes of a trainer that offers everything (R2,"
+    yield "one other model); `--profile nightly` and `soak` add random ones, which repeat a few steps among failures, recomputes and"
+    yield "other modes.\n"
+    yield "| episode | steps |\n|---|---|"
+    for episode in episodes_for(Pipelined.contract):
+        yield f"| {episode.name} | {'; '.join(step.name for step in episode.steps)} |"
+
+
+def _table() -> Iterator[str]:
+    checks = [check for check in default_registry() if check.about == "replay"]
+    short = [check.id.partition(".")[2] for check in checks]
+    yield "\n## What was found\n\nPass ✓, fail ✗, unknown ?, not applicable ·. Reference trainers are rollproof's own, in numpy, on"
+    yield "simulated ranks; the rows below them are real trainers on CPU (gloo), judged where their packages are installed.\n"
+    yield f"{len(checks)} checks, by number: {', '.join(f'{i + 1} {name}' for i, name in enumerate(short))}.\n"
+    yield f"| trainer | split | mode | {' | '.join(str(i + 1) for i in range(len(checks)))} |"
+    yield f"|---|---|---|{'---|' * len(checks)}"
+    found: list[str] = []
+    for name, row in {**_references(), **_results()}.items():
+        verdicts: Mapping[str, str] = row["verdicts"]
+        signs = [_SIGNS.get(verdicts.get(check.id, ""), " ") for check in checks]
+        yield f"| {name} | {row['parallel'] or 'one process'} | {row['mode']} | {' | '.join(signs)} |"
+        found += [f"- **{name}**, `{check}`: {text}" for check, text in row["findings"].items()]
+    versions = {f"{package} {version}" for row in _results().values() for package, version in row["versions"].items()}
+    if versions:
+        yield f"\nVersions: {', '.join(sorted(versions))}."
+    if found:
+        yield "\n### What fails\n\nThe first finding of each check; [track-record.md](track-record.md) has them by hand.\n"
+        yield from found
+
+
+def _references() -> dict[str, dict[str, Any]]:
+    """The row of each reference trainer."""
+    rows = {}
+    for name, made in REFERENCES.items():
+        report = judge_replay(made, name=name)
+        rows[name] = {
+            "parallel": made.parallel,
+            "mode": str(terms_of(made.contract).mode),
+            "verdicts": {result.id: str(result.verdict) for result in report.results},
+            "findings": {result.id: result.findings[0].observed for result in report.results if result.findings},
+        }
+    return rows
+
+
+def _results() -> dict[str, dict[str, Any]]:
+    """The rows of real trainers, file by file."""
+    rows: dict[str, dict[str, Any]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        rows |= json.loads(path.read_text(encoding="utf-8"))
+    return rows
+
+
+def _values(members: list[tuple[str, str]]) -> Iterator[str]:
+    for value, meaning in members:
+        yield f"- `{value}`{': ' + _plain(meaning) if meaning else ''}"
+
+
+def _shown(value: Any) -> str:
+    return f"({', '.join(map(str, value))})" if isinstance(value, tuple) else repr(value)
+
+
+def _plain(text: str | None) -> str:
+    return inspect.cleandoc(text or "").replace("``", "`")
